@@ -1,0 +1,30 @@
+"""Package metadata. sglang and torch are used, never installed: the environment that serves already has the right builds."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="sglang-dspark",
+    version="0.1.0",
+    description="Confidence-scheduled speculative decoding for stock SGLang: --speculative-algorithm DSPARK for any draft",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["sglang_dspark", "sglang_dspark.*"]),
+    # Everything else the package imports (torch, triton, numpy, safetensors, transformers, tqdm) comes with SGLang.
+    install_requires=[],
+    extras_require={"report": ["matplotlib", "rich"]},
+    entry_points={
+        "sglang.srt.plugins": ["dspark = sglang_dspark.plugin:register"],
+        "console_scripts": ["sglang-dspark = sglang_dspark.cli:main"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
