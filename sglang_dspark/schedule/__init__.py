@@ -1,0 +1,16 @@
+"""Pure decisions of a step: what survives, how deep to draft, how many tokens to verify."""
+
+from sglang_dspark.schedule.budget import MIN_GAIN, Plan, plan_budget, plan_causal, plan_joint
+from sglang_dspark.schedule.history import ConfidenceHistory
+from sglang_dspark.schedule.survival import sanitise, survival
+
+__all__ = [
+    "MIN_GAIN",
+    "ConfidenceHistory",
+    "Plan",
+    "plan_budget",
+    "plan_causal",
+    "plan_joint",
+    "sanitise",
+    "survival",
+]
