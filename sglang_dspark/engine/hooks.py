@@ -1,0 +1,230 @@
+"""The one table of hooks into SGLang 0.5.23: where, why, and what breaks if SGLang changes there.
+
+Each hook calls a function of ours that is tested alone, and passes straight through for any other algorithm. STARTUP
+hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created, so a
+server with another algorithm never sees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+class Hook(NamedTuple):
+    target: str
+    """Dotted path inside ``sglang.srt``."""
+    parameters: str
+    """The target's parameter names in SGLang 0.5.23; a test compares them with the installed ones. Empty: the hook only
+    fills the name where SGLang leaves it None, and is not installed elsewhere."""
+    how: HookType
+    function: Callable[..., Any]
+    reason: str
+    breaks: str
+
+
+# -- the hooks: three lines each -----------------------------------------------------------------------------------
+
+
+def _resolve(server_args: Any) -> None:
+    from sglang_dspark.engine.server_args import resolve
+
+    resolve(server_args)
+
+
+def _check_backend(_: None, server_args: Any) -> None:
+    from sglang_dspark.engine.server_args import check_backend
+
+    check_backend(server_args)
+
+
+def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
+    from sglang_dspark.engine.server_args import is_ours
+
+    return _our_worker() if is_ours(server_args) else original(algorithm, server_args)
+
+
+def _our_worker() -> type:
+    from sglang_dspark.engine.worker import DSparkWorker
+
+    install(WORKER)
+    return DSparkWorker
+
+
+def _prepare_for_verify(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any, worker: Any) -> Any:
+    from sglang_dspark.engine.verify import prepare_ragged
+
+    return prepare_ragged(original, verify_input, pool, batch, worker)
+
+
+def _extend_metadata(original: Callable[..., Any], backend: Any, forward_batch: Any) -> Any:
+    from sglang_dspark.engine.verify import ragged_extend_metadata
+
+    return ragged_extend_metadata(forward_batch) or original(backend, forward_batch)
+
+
+def _can_run_graph(original: Callable[..., Any], runner: Any, forward_batch: Any) -> bool:
+    from sglang_dspark.engine.verify import is_ragged
+
+    return not is_ragged(forward_batch) and original(runner, forward_batch)
+
+
+def _uses_greedy(original: Callable[..., Any], **kwargs: Any) -> bool:
+    return original(**{**kwargs, "is_cpu": False})
+
+
+def _sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_dspark.engine.sampling import sample_verify
+
+    return sample_verify(original, verify_input, batch, *args, **kwargs)
+
+
+def _sample_argmax_drafts(original: Callable[..., Any] | None, **kwargs: Any) -> None:
+    from sglang_dspark.engine.sampling import sample_argmax_drafts
+
+    sample_argmax_drafts(original, **kwargs)
+
+
+def _sample_sampled_drafts(original: Callable[..., Any], **kwargs: Any) -> None:
+    from sglang_dspark.engine.sampling import sample_sampled_drafts
+
+    sample_sampled_drafts(original, **kwargs)
+
+
+def _draft_sample(original: Callable[..., Any], probs: Any, num_samples: int = 1, **kwargs: Any) -> Any:
+    from sglang_dspark.engine.sampling import draft_sample
+
+    return draft_sample(original, probs, num_samples, **kwargs)
+
+
+def _keep_probs(_: None, probs: Any, limits: Any) -> Any:
+    return probs
+
+
+def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
+    from sglang_dspark.engine.worker import DSparkWorker
+
+    DSparkWorker.add_info(internal_state.scheduler.draft_worker, state)
+
+
+# Keyword arguments that both chain samplers of SGLang take.
+SAMPLER = (
+    "predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, "
+    "uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single, threshold_acc, "
+    "deterministic"
+)
+
+STARTUP = (
+    Hook(
+        "arg_groups.pipeline.run_resolution_pipeline", "server_args", HookType.BEFORE, _resolve,
+        "turn DSPARK into the algorithm of the draft, and refuse wrong options, before anything reads them",
+        "DSPARK would go to the builtin path, which refuses every draft but DSpark's",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._handle_eagle_family", "server_args", HookType.AFTER, _check_backend,
+        "the attention backend is known only here",
+        "a backend without ragged rows would fail in, or silently spoil, the first step",
+    ),
+    Hook(
+        "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND, _create_worker,
+        "run our worker where the user asked for DSPARK",
+        "the draft would run on SGLang's plain EAGLE worker: correct, but never scheduled",
+    ),
+)  # fmt: skip
+
+WORKER = (
+    Hook(
+        "speculative.eagle_utils.eagle_prepare_for_verify", "verify_input, req_to_token_pool, batch, target_worker",
+        HookType.AROUND, _prepare_for_verify,
+        "hand the target forward sum(1 + l_r) tokens instead of R x (depth + 1)",
+        "the target would be given full rows under a ragged layout: shapes differ and the step fails",
+    ),
+    Hook(
+        "layers.attention.intel_amx_backend.IntelAMXAttnBackend._build_extend_metadata", "self, forward_batch",
+        HookType.AROUND, _extend_metadata,
+        "the CPU backend derives uniform rows from draft_token_num and knows no ragged layout",
+        "CPU verify would read rows at wrong offsets",
+    ),
+    Hook(
+        "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", "self, forward_batch",
+        HookType.AROUND, _can_run_graph,
+        "the captured verify graphs hold uniform rows",
+        "a ragged batch would replay a graph of another shape",
+    ),
+    Hook(
+        "speculative.eagle_utils._verify_uses_greedy",
+        "is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling", HookType.AROUND, _uses_greedy,
+        "SGLang's CPU verify takes the argmax whatever the temperature; ours samples",
+        "temperature would be ignored on CPU",
+    ),
+    Hook(
+        "speculative.spec_utils.fast_sample",
+        "probs, num_samples, sampling_seed, positions, draft_step", HookType.AROUND, _draft_sample,
+        "the draft's sampler needs a device kernel for seeded draws",
+        "rejection sampling with sampled drafts would fail on CPU",
+    ),
+    Hook(
+        "speculative.eagle_utils.eagle_sample",
+        "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, watermark_state, watermark_full_mask",
+        HookType.AROUND, _sample_verify,
+        "the samplers below need the batch's sampling parameters, which SGLang does not hand them",
+        "min-p, and on CPU top-k and top-p, would have no values",
+    ),
+    Hook(
+        "speculative.eagle_utils.tree_speculative_sampling_target_only", SAMPLER, HookType.AROUND,
+        _sample_argmax_drafts,
+        "SGLang has no sampler for argmax drafts on CPU, and none that knows min-p",
+        "sampled requests would fail on CPU; min-p would be ignored on CUDA",
+    ),
+    Hook(
+        "speculative.eagle_utils.chain_speculative_sampling_triton", f"{SAMPLER}, block_verification", HookType.AROUND,
+        _sample_sampled_drafts,
+        "SGLang's sampler for sampled drafts is a Triton kernel, and knows no min-p",
+        "--speculative-use-rejection-sampling would fail on CPU; min-p would be ignored on CUDA",
+    ),
+    Hook(
+        "speculative.eagle_utils.top_k_renorm_prob", "", HookType.AROUND, _keep_probs,
+        "SGLang has none on CPU; the sampler there filters top-k, top-p and min-p together",
+        "top-k would fail on CPU",
+    ),
+    Hook(
+        "speculative.eagle_utils.top_p_renorm_prob", "", HookType.AROUND, _keep_probs,
+        "as for top-k",
+        "top-p would fail on CPU",
+    ),
+    Hook(
+        "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
+        HookType.AFTER, _server_info,
+        "show plan and counters in the server's info endpoint",
+        "the counters would be missing from /server_info",
+    ),
+)  # fmt: skip
+
+
+def install(hooks: tuple[Hook, ...]) -> None:
+    """Register ``hooks`` with SGLang's own registry and apply them; again is a no-op (the registry remembers)."""
+    for hook in hooks:
+        target = f"sglang.srt.{hook.target}"
+        if target in HookRegistry._patched:
+            continue
+        if _is_gap(target):
+            _fill(target, hook)
+        elif hook.parameters:
+            HookRegistry.register(target, hook.function, hook.how)
+    HookRegistry.apply_hooks()
+
+
+def _is_gap(target: str) -> bool:
+    """Whether SGLang leaves the name None on this platform. Its registry must not wrap those: it would put the hook in
+    the place of every module attribute that is None."""
+    module, name = target.rsplit(".", 1)
+    return getattr(pkgutil.resolve_name(module), name) is None
+
+
+def _fill(target: str, hook: Hook) -> None:
+    module, name = target.rsplit(".", 1)
+    setattr(pkgutil.resolve_name(module), name, functools.partial(hook.function, None))

@@ -1,0 +1,167 @@
+"""What --speculative-algorithm DSPARK means: looks at the draft, refuses what cannot work, leaves the rest to SGLang.
+
+For an EAGLE-family draft the algorithm resolves to SGLang's EAGLE or EAGLE3, so that every check for those names in
+SGLang (KV cache, LoRA, grammar, metrics) holds as it is; the user's DSPARK stays in the raw input, which is how
+:func:`is_ours` tells our servers from others, in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import attention_backends_of, declare_resolution, resolved_view, resolving_view
+
+from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
+from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "sglang_dspark"
+# Backends whose target verify takes rows of different length (read from SGLang 0.5.23; see RaggedVerifyLayout's users).
+RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashinfer_mla", "intel_amx")
+
+
+def asks_for_dspark(server_args: Any) -> bool:
+    """Whether the user wrote ``--speculative-algorithm DSPARK``."""
+    raw = getattr(server_args, "_raw_input", None) or {}
+    asked = raw.get("speculative_algorithm", getattr(server_args, "speculative_algorithm", None))
+    return isinstance(asked, str) and asked.upper() == "DSPARK"
+
+
+def is_ours(server_args: Any) -> bool:
+    """Whether this server runs our worker: DSPARK was asked for, and the draft is of the EAGLE family."""
+    return asks_for_dspark(server_args) and resolved_view(server_args).speculative_algorithm in ("EAGLE", "EAGLE3")
+
+
+def resolve(server_args: Any) -> None:
+    """Before SGLang resolves anything: pick the algorithm from the draft and refuse what cannot work.
+
+    Raises:
+        Refusal: one sentence with flag, value and remedy.
+    """
+    if not asks_for_dspark(server_args):
+        return
+    cfg = resolving_view(server_args)
+    kind, path = _draft(cfg)
+    if kind is DraftKind.DSPARK:
+        return
+    read_options()  # a wrong option is refused here, before weights load
+    _refuse_unsupported(cfg)
+    steps = _steps(cfg)
+    chosen = {
+        "speculative_algorithm": "EAGLE3" if kind is DraftKind.EAGLE3 else "EAGLE",
+        "speculative_draft_model_path": path,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+    if cfg.device == "cpu":
+        chosen.update(_cpu_backends(cfg))
+    declare_resolution(server_args, SOURCE, **chosen)
+    logger.info("DSPARK: %s draft %s, at most %d draft tokens a step.", kind.value, path, steps)
+
+
+def check_backend(server_args: Any) -> None:
+    """Once SGLang has resolved the attention backend: refuse one that cannot verify rows of different length."""
+    if not is_ours(server_args):
+        return
+    prefill, decode = attention_backends_of(resolved_view(server_args))
+    mode = resolved_view(server_args).speculative_attention_mode
+    used = prefill if mode == "prefill" else decode
+    for backend in {used, prefill} if str(server_args.device) == "cpu" else {used}:
+        if backend not in RAGGED_BACKENDS:
+            raise Refusal(
+                f"--attention-backend {backend} cannot verify rows of different length, which DSPARK needs; "
+                f"use one of {', '.join(RAGGED_BACKENDS)}."
+            )
+
+
+def _draft(cfg: Any) -> tuple[DraftKind, str]:
+    target = _read_config(cfg, cfg.model_path, cfg.revision, "--model-path")
+    path = cfg.speculative_draft_model_path
+    if path is None:
+        path, draft, is_target = cfg.model_path, target, True
+        if _bundles_dspark(cfg):
+            return DraftKind.DSPARK, path
+    else:
+        draft = _read_config(cfg, path, cfg.speculative_draft_model_revision, FLAG)
+        is_target = path == cfg.model_path
+    kind = classify(draft, path, is_target=is_target)
+    check_fit(kind, draft, target, path)
+    return kind, path
+
+
+def _bundles_dspark(cfg: Any) -> bool:
+    from sglang.srt.arg_groups.speculative_hook import _target_checkpoint_dspark_subfolder
+
+    return _target_checkpoint_dspark_subfolder(cfg.model_path, cfg.revision, cfg.download_dir) is not None
+
+
+def _read_config(cfg: Any, path: str, revision: str | None, flag: str) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    overrides = json.loads(cfg.json_model_override_args) if flag == "--model-path" else {}
+    try:
+        return get_config(
+            path, trust_remote_code=cfg.trust_remote_code, revision=revision, model_override_args=overrides
+        )
+    except Exception as error:  # every way in which a folder or a hub name can be no checkpoint
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refusal(f"{flag} {path} cannot be read as a model checkpoint ({reason}); check the name.") from None
+
+
+def _steps(cfg: Any) -> int:
+    steps, tokens = cfg.speculative_num_steps, cfg.speculative_num_draft_tokens
+    if steps is None:
+        steps = DEFAULT_STEPS if tokens is None else tokens - 1
+    if not 1 <= steps <= MAX_STEPS:
+        raise Refusal(
+            f"--speculative-num-steps {steps} must be from 1 to {MAX_STEPS} with DSPARK: "
+            "it is the most that is drafted in a step, and the scheduler picks less by itself."
+        )
+    if tokens is not None and tokens != steps + 1:
+        raise Refusal(
+            f"--speculative-num-draft-tokens {tokens} does not fit --speculative-num-steps {steps}; "
+            f"leave it out or give {steps + 1}."
+        )
+    return steps
+
+
+def _refuse_unsupported(cfg: Any) -> None:
+    if cfg.speculative_eagle_topk not in (None, 1):
+        raise Refusal(
+            f"--speculative-eagle-topk {cfg.speculative_eagle_topk} drafts a tree, and DSPARK schedules chains; "
+            "leave it out or give 1."
+        )
+    if cfg.pp_size != 1:
+        raise Refusal(f"--pipeline-parallel-size {cfg.pp_size} is not supported with DSPARK; give 1 and use --tp-size.")
+    if cfg.speculative_adaptive:
+        raise Refusal("--speculative-adaptive moves the depth by itself, as DSPARK does; leave it out.")
+    if cfg.enable_multi_layer_eagle:
+        raise Refusal("--enable-multi-layer-eagle is not supported with DSPARK; leave it out.")
+    if cfg.enable_two_batch_overlap:
+        raise Refusal("--enable-two-batch-overlap cannot split ragged verify rows; leave it out with DSPARK.")
+    for flag, value in (
+        ("single", cfg.speculative_accept_threshold_single),
+        ("acc", cfg.speculative_accept_threshold_acc),
+    ):
+        if value != 1.0:
+            raise Refusal(
+                f"--speculative-accept-threshold-{flag} {value} changes the output distribution, which DSPARK never "
+                "does; leave it out."
+            )
+    if cfg.device not in ("cpu", "cuda") and cfg.device is not None:
+        raise Refusal(f"--device {cfg.device} is not supported with DSPARK; use cuda or cpu.")
+
+
+def _cpu_backends(cfg: Any) -> dict[str, str]:
+    """On a CPU without AMX, SGLang turns the base backend into torch_native, which EAGLE cannot verify on; the split
+    pair it leaves alone."""
+    if cfg.attention_backend not in (None, "intel_amx"):
+        return {}  # the user's own choice: check_backend says no to it where it must
+    return {
+        "prefill_attention_backend": cfg.prefill_attention_backend or "intel_amx",
+        "decode_attention_backend": cfg.decode_attention_backend or "intel_amx",
+    }

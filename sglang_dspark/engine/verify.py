@@ -1,0 +1,153 @@
+"""Ragged target verify: the target forward sees sum(1 + l_r) tokens, everything around it sees uniform rows.
+
+Around the forward SGLang's EAGLE code (grammar, sampling, logprobs, draft extend, output processing) works on rows of
+depth + 1 tokens. So only the forward is compacted: tokens, positions and KV slots of what is verified go in, and logits
+and hidden states are scattered back to the uniform rows. Rows past 1 + l_r are never read, because the chain that the
+samplers follow is cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, resolve_ragged_verify_layout
+
+
+class RaggedRows(NamedTuple):
+    """Which of the uniform rows' tokens are verified. R requests, rows of ``width`` = depth + 1 tokens."""
+
+    layout: RaggedVerifyLayout
+    kept: Tensor
+    """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending."""
+    width: int
+
+
+def ragged_rows(verify_lens: Tensor, width: int) -> RaggedRows | None:
+    """Layout for ``verify_lens`` [R] int32 in rows of ``width``; None where every row is full, which needs no layout.
+
+    Reads the lengths back to the host: the number of tokens is the shape of the forward.
+    """
+    lens = verify_lens.tolist()
+    total = sum(lens)
+    if total == len(lens) * width:
+        return None
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=verify_lens.device)
+    torch.cumsum(verify_lens, 0, out=indptr[1:])
+    kept = (torch.arange(width, device=verify_lens.device) < verify_lens[:, None]).flatten().nonzero().flatten()
+    layout = RaggedVerifyLayout(
+        verify_lens=verify_lens,
+        graph_num_tokens=total,
+        extend_start_loc=indptr[:-1],
+        qo_indptr_device=indptr,
+        verify_lens_cpu=lens,
+        total_verify_tokens=total,
+    )
+    return RaggedRows(layout, kept, width)
+
+
+def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
+    """End each request's chain at its verify length, in place, and attach the rows to the verify input.
+
+    ``retrieve_next_token`` [R, width] is what the greedy and target-only samplers and the grammar walk; the sampled-draft
+    rule reads draft probabilities, and a zero row there makes it sample from the target, which is what a position that
+    was never proposed must do (a residual would be biased).
+    """
+    past = torch.arange(1, rows.width + 1, device=rows.kept.device) >= rows.layout.verify_lens[:, None]
+    verify_input.retrieve_next_token = verify_input.retrieve_next_token.masked_fill(past, -1)
+    if verify_input.draft_probs is not None:
+        verify_input.draft_probs = verify_input.draft_probs.masked_fill(past[:, :-1, None], 0.0)
+    verify_input.ragged_verify_layout = rows.layout
+    verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
+    verify_input.dspark_rows = rows
+
+
+def prepare_ragged(
+    original: Callable[..., Any], verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any
+) -> Any:
+    """SGLang's eagle_prepare_for_verify, given the compact tokens, positions and KV slots where the rows are ragged.
+
+    Afterwards the uniform ones are back: the draft extend writes the whole window, and the grammar needs whole rows.
+    """
+    rows: RaggedRows | None = getattr(verify_input, "dspark_rows", None)
+    if rows is None or batch.forward_mode.is_idle():
+        return original(verify_input, req_to_token_pool, batch, target_worker)
+    from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+
+    window = verify_input.prepared_out_cache_loc
+    if window is None:
+        window = assign_extend_cache_locs_uniform_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            batch_size=len(batch.req_pool_indices),
+            draft_token_num=rows.width,
+            device=batch.device,
+        )
+    uniform = {
+        name: getattr(verify_input, name)
+        for name in ("draft_token", "positions", "prepared_out_cache_loc", "prepared_mrope_positions", "kv_loc_plan")
+    }
+    verify_input.draft_token = verify_input.draft_token[rows.kept]
+    verify_input.positions = verify_input.positions[rows.kept]
+    verify_input.prepared_out_cache_loc = window[rows.kept]
+    if verify_input.prepared_mrope_positions is not None:
+        verify_input.prepared_mrope_positions = verify_input.prepared_mrope_positions[:, rows.kept]
+    verify_input.kv_loc_plan = None  # planned for the whole window
+    try:
+        return original(verify_input, req_to_token_pool, batch, target_worker)
+    finally:
+        for name, value in uniform.items():
+            setattr(verify_input, name, value)
+        batch.out_cache_loc = window
+
+
+def is_ragged(forward_batch: Any) -> bool:
+    """Whether the batch is one of our ragged verify batches."""
+    return getattr(getattr(forward_batch, "spec_info", None), "dspark_rows", None) is not None
+
+
+def ragged_extend_metadata(forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, None] | None:
+    """(seq_lens, extend_seq_lens, extend_start_loc, tree_mask) of a ragged verify batch; None for any other.
+
+    seq_lens counts each request's own verified tokens, [R]; a chain needs no mask beyond the causal one.
+    """
+    layout = resolve_ragged_verify_layout(forward_batch) if forward_batch.forward_mode.is_target_verify() else None
+    if layout is None:
+        return None
+    return forward_batch.seq_lens + layout.verify_lens, layout.verify_lens, layout.extend_start_loc, None
+
+
+class VerifyTarget:
+    """The target worker as SGLang's run_eagle_verify sees it: takes compact rows, gives uniform ones, counts tokens."""
+
+    def __init__(self, worker: Any, rows: RaggedRows | None) -> None:
+        self._worker = worker
+        self._rows = rows
+        self.tokens_seen = 0
+        """Tokens that the target forward was given: the shape of its input, not what we meant to send."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def forward_batch_generation(self, batch: Any, *, forward_batch: Any, **kwargs: Any) -> Any:
+        """The target forward over the compact rows; logits and hidden states come back in uniform rows."""
+        self.tokens_seen += len(forward_batch.input_ids)
+        result = self._worker.forward_batch_generation(batch, forward_batch=forward_batch, **kwargs)
+        if self._rows is not None:
+            output = result.logits_output
+            output.next_token_logits = scatter_rows(output.next_token_logits, self._rows)
+            output.hidden_states = scatter_rows(output.hidden_states, self._rows)
+        return result
+
+
+def scatter_rows(compact: Tensor | None, rows: RaggedRows) -> Tensor | None:
+    """[sum(verify_lens), D] to [R * width, D]; tokens that were not verified get zeros, finite and never read."""
+    if compact is None:
+        return None
+    uniform = compact.new_zeros((rows.layout.bs * rows.width, *compact.shape[1:]))
+    uniform[rows.kept] = compact
+    return uniform
