@@ -1,34 +1,57 @@
 """The step cost table: what profiling found, as plain numbers that can be saved."""
 
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a decode step, as terms that add up (design: fixed + draft(R, g) + verify(tier(tokens), R) + attention * kv).
+    """Seconds of a decode step as terms that add up: fixed + draft(R, g) + verify(tier(tokens), R) + attention * kv.
 
-    Every forward costs a fixed part, a part per request in it and, for the target, a part per token and per context token.
+    Every forward costs a fixed part and a part per request; the target's also a part per token and per context token.
     """
 
-    tokens: tuple[int, ...]  # measured token counts of the target forward, ascending
-    seconds: tuple[float, ...]  # its time at each, without the per-request and context parts; non-decreasing
+    tokens: tuple[int, ...]  # token counts of the target forward that were measured, ascending
+    seconds: tuple[float, ...]  # its time at each, without per-request and context parts; non-decreasing
     per_request: float = 0.0  # target forward, seconds per request
     per_kv_token: float = 0.0  # target forward, seconds per token of context, all requests together
+    draft_start: float = 0.0  # paid once by a step that drafts at all
     draft_fixed: float = 0.0  # one draft forward
-    draft_per_request: float = 0.0
-    extend_fixed: float = 0.0  # the draft extend after each verify, at every depth
+    draft_per_request: float = 0.0  # one draft forward, per request
+    extend_fixed: float = 0.0  # the draft extend after each verify; it runs at depth 0 too, to keep the draft's KV warm
     extend_per_request: float = 0.0
+    extend_per_token: float = 0.0  # per token of its R * (depth + 1) rows
     free_depth: int = 1  # depths that need no draft forward: an EAGLE chain's first position comes from the extend
     tiers: tuple[int, ...] | None = None  # captured token counts; None: no graphs, interpolate between measured counts
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
             raise ValueError(
-                f"A cost table needs one time for each token count, got {len(self.tokens)} counts and {len(self.seconds)} times."
+                "A cost table needs one time for each token count, "
+                f"got {len(self.tokens)} counts and {len(self.seconds)} times."
             )
-        if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
-            raise ValueError(f"The token counts of a cost table must rise, got {list(self.tokens)}.")
-        if min(self.seconds) <= 0:
-            raise ValueError(f"The times of a cost table must be above 0 seconds, got {min(self.seconds)}.")
-        if self.tiers is not None and list(self.tiers) != sorted(set(self.tiers)):
-            raise ValueError(f"The graph tiers of a cost table must rise, got {list(self.tiers)}.")
+        if self.tokens[0] < 1 or any(a >= b for a, b in pairwise(self.tokens)):
+            raise ValueError(f"The token counts of a cost table must rise from 1 or more, got {list(self.tokens)}.")
+        if not all(isfinite(s) and s > 0 for s in self.seconds) or any(a > b for a, b in pairwise(self.seconds)):
+            raise ValueError(f"The times of a cost table must be positive and never fall, got {list(self.seconds)}.")
+        if self.tiers is not None and (not self.tiers or any(a >= b for a, b in pairwise((0, *self.tiers)))):
+            raise ValueError(f"The graph tiers of a cost table must rise from 1 or more, got {list(self.tiers)}.")
+        for name in TERMS:
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} of a cost table must be 0 seconds or more, got {getattr(self, name)}.")
+        if self.free_depth < 0:
+            raise ValueError(f"free_depth of a cost table must be 0 or more, got {self.free_depth}.")
+
+
+# The terms that are one number each.
+TERMS = (
+    "per_request",
+    "per_kv_token",
+    "draft_start",
+    "draft_fixed",
+    "draft_per_request",
+    "extend_fixed",
+    "extend_per_request",
+    "extend_per_token",
+)

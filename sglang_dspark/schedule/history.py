@@ -18,7 +18,7 @@ class ConfidenceHistory:
 
     def __init__(self, max_slots: int, gamma: int, lag: int = 1) -> None:
         if lag < 0:
-            raise ValueError(f"The lag of the confidence history is counted in steps and cannot be {lag}; use 0 or more.")
+            raise ValueError(f"The confidence history's lag is a number of steps, 0 or more, not {lag}.")
         self.lag = lag
         self._confidence = np.zeros((max_slots, lag + 1, gamma), np.float32)
         self._step = np.full((max_slots, lag + 1), _NEVER, np.int64)
@@ -26,7 +26,7 @@ class ConfidenceHistory:
         self._newest = np.zeros(max_slots, np.int64)
 
     def record(self, step: int, slots: Ints, generations: Ints, confidence: Floats) -> None:
-        """Stores the confidence [R, gamma] drafted in a step for slots [R]; a second record of one step replaces the first."""
+        """Stores the confidence [R, gamma] drafted in a step for slots [R]; recording a step again replaces it."""
         entry = self._newest[slots]
         entry = np.where(self._step[slots, entry] == step, entry, (entry + 1) % (self.lag + 1))
         self._newest[slots] = entry

@@ -1,0 +1,49 @@
+"""Corrects the cost curve from realised step times: a bounded factor per region of token counts, smooth between."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A region is a doubling of the token count: 1, 2-3, 4-7, ... up to 2^17, above 4096 requests of 17 tokens.
+REGIONS = 18
+# One step moves a factor by at most this share of its error, and its error counts as at most double or half: a stall of
+# a hundred steps' length (a paused process, a page fault) then weighs no more than any other slow step.
+RATE = 0.05
+STEP_CLAMP = np.log(2.0)
+# A profile that is wrong by more than this is not corrected but wrong; the guard handles it.
+FACTOR_CLAMP = np.log(4.0)
+
+
+class OnlineCorrection:
+    """Multiplicative corrections in the log domain, [REGIONS] for the token curve and one for everything else."""
+
+    def __init__(self) -> None:
+        self._regions = np.zeros(REGIONS)
+        self._common = 0.0
+
+    def observe(self, tokens: int, predicted: float, realised: float) -> None:
+        """Learns from one step: its tokens, the corrected prediction it was planned with, the seconds it took."""
+        if not (predicted > 0 and realised > 0 and np.isfinite(predicted) and np.isfinite(realised)) or tokens < 1:
+            return
+        error = RATE * float(np.clip(np.log(realised / predicted), -STEP_CLAMP, STEP_CLAMP))
+        at = min(np.log2(tokens), REGIONS - 1.0)
+        below = int(at)
+        for region, share in ((below, 1.0 - (at - below)), (below + 1, at - below)):
+            if region < REGIONS:
+                self._regions[region] += share * error
+        np.clip(self._regions, -FACTOR_CLAMP, FACTOR_CLAMP, out=self._regions)
+        self._common = float(np.clip(self._common + error, -FACTOR_CLAMP, FACTOR_CLAMP))
+
+    @property
+    def state(self) -> NDArray[np.float64]:
+        """A copy of all log factors, [REGIONS + 1]: tells whether curves derived earlier are still good."""
+        return np.append(self._regions, self._common)
+
+    def common(self) -> float:
+        """The factor of the parts that do not depend on tokens."""
+        return float(np.exp(self._common))
+
+    def curve(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Corrects a non-decreasing curve over token counts 0, 1, 2, ..., [n] seconds, and keeps it non-decreasing."""
+        at = np.log2(np.maximum(np.arange(len(seconds)), 1))
+        factor = np.exp(np.interp(at, np.arange(REGIONS), self._regions))
+        return np.maximum.accumulate(seconds * factor)

@@ -1,0 +1,85 @@
+"""Saves a cost table under the deployment it was measured on, and refuses one that was measured on another."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sglang_dspark.cost.table import CostTable
+
+FORMAT = "sglang-dspark-cost/1"
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """What a cost table holds for. Every field must be equal for a saved table to be used."""
+
+    model: str
+    draft: str
+    dtype: str
+    device: str  # device name; on a CPU with its thread count, which changes everything
+    tp: int
+    dp: int
+    ep: int
+    sglang: str
+
+
+def save_table(path: str | Path, key: CostKey, table: CostTable) -> None:
+    """Writes the table as JSON, atomically and readable by the owner only."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, "key": asdict(key), "table": asdict(table)}, indent=1, allow_nan=False)
+    # mkstemp creates with mode 0600; the name is replaced only once the content is on disk.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_table(path: str | Path, key: CostKey) -> CostTable:
+    """Reads a table back. Raises ValueError, one sentence, where the file is damaged or for another deployment."""
+    content = _read_object(path)
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"Cost table {path} has format {content.get('format')!r} where {FORMAT!r} is needed; "
+            "delete it to profile again."
+        )
+    found = content.get("key")
+    if not isinstance(found, dict):
+        raise ValueError(f"Cost table {path} does not say what it was measured on; delete it to profile again.")
+    for name, wanted in asdict(key).items():
+        if found.get(name) != wanted:
+            raise ValueError(
+                f"Cost table {path} was measured with {name} {found.get(name)!r}, not {wanted!r}; "
+                "delete it or name another file to profile again."
+            )
+    return _table(path, content.get("table"))
+
+
+def _read_object(path: str | Path) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"Cost table {path} cannot be read as JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"Cost table {path} holds a {type(content).__name__} where a JSON object is needed.")
+    return content
+
+
+def _table(path: str | Path, values: Any) -> CostTable:
+    names = {field.name for field in fields(CostTable)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise ValueError(f"Cost table {path} must have exactly the fields {', '.join(sorted(names))}.")
+    sequences: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    try:
+        return CostTable(**sequences)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Cost table {path} is damaged: {error}") from error
