@@ -20,6 +20,8 @@ setup(
     extras_require={"report": ["matplotlib", "rich"]},
     entry_points={
         "sglang.srt.plugins": ["dspark = sglang_dspark.plugin:register"],
+        # SGLang's CPU engine binds sgl_kernel before it loads plugins; torch calls this one at the end of its own import.
+        "torch.backends": ["sglang_dspark_cpu = sglang_dspark.engine.cpu:autoload"],
         "console_scripts": ["sglang-dspark = sglang_dspark.cli:main"],
     },
     classifiers=[
