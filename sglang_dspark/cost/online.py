@@ -42,8 +42,8 @@ class OnlineCorrection:
         """The factor of the parts that do not depend on tokens."""
         return float(np.exp(self._common))
 
-    def curve(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Corrects a non-decreasing curve over token counts 0, 1, 2, ..., [n] seconds, and keeps it non-decreasing."""
-        at = np.log2(np.maximum(np.arange(len(seconds)), 1))
+    def curve(self, tokens: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Corrects a non-decreasing curve, [n] seconds at ascending token counts [n], and keeps it non-decreasing."""
+        at = np.log2(np.maximum(tokens, 1))
         factor = np.exp(np.interp(at, np.arange(REGIONS), self._regions))
         return np.maximum.accumulate(seconds * factor)

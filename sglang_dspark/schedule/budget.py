@@ -1,27 +1,38 @@
-"""Chooses draft depth g and verify budget B of a step: the argmax of theta = tau / step_time (arXiv 2607.05147, Algorithm 1)."""
+"""Chooses draft depth g and verify budget B: argmax of theta = tau / step_time (arXiv 2607.05147, Algorithm 1)."""
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.schedule.survival import Floats, survival
 
+Ints = NDArray[np.int64]
+Doubles = NDArray[np.float64]
 Mode = Literal["scheduled", "verify_all", "no_draft"]
-StepTime = Callable[[int, NDArray[np.int64]], NDArray[np.float64]]
 
-# A predicted gain below this is within the error of a profiled step time, so the simpler mode is taken.
+# A predicted gain below one percent is within the error of a profiled step time, so the simpler mode is taken.
 MIN_GAIN = 0.01
+
+
+class StepTime(Protocol):
+    """Seconds of a step that drafts `depth` positions, for each count of tokens sent to the target.
+
+    depth is an int, or an integer array [depths, 1] to be broadcast against tokens [n]. A StepTime that is constant
+    between known counts, as with CUDA graph tiers, may also have edges(first, last) -> Ints: the counts in
+    [first, last), ascending, at which a stair ends, or None where cost changes at every count.
+    """
+
+    def __call__(self, depth: Any, tokens: Ints, /) -> Doubles: ...
 
 
 class Plan(NamedTuple):
     """What a step drafts and verifies, and what that was predicted to give."""
 
-    depth: int  # draft positions per request to draft
+    depth: int  # draft positions per request
     budget: int  # draft tokens to verify, all requests together
     mode: Mode
-    tau: float  # expected tokens produced, anchors' successors included
+    tau: float  # expected tokens produced, one per request without any draft
     step_time: float  # predicted seconds
     theta: float  # tau / step_time, tokens per second
 
@@ -36,61 +47,106 @@ def plan_joint(
 ) -> Plan:
     """Global argmax of theta over depth 0..max_depth and every budget on the sorted survivals.
 
-    confidence: [R, >= max_depth] float32, from earlier steps. step_time(depth, tokens): seconds for each token count, where
-    tokens = prefill_tokens + R + B. A search, not an early stop: cost is a staircase and theta is not unimodal on it.
-    Verify-all (at its best depth) or no draft is taken instead where the best budget gains less than min_gain over it.
+    confidence: [R, >= max_depth] float32, R >= 1, from earlier steps. step_time gets counts R + B + prefill_tokens
+    (leave prefill_tokens 0 where the callable adds them itself, as BoundCost does). A search, not an early stop: cost
+    is a staircase, and theta on it has many peaks. No draft, or verify-all at its best depth, is taken instead where
+    the best plan gains no more than min_gain over it.
     """
-    plans = [_search(confidence, step_time, depth, prefill_tokens) for depth in range(max_depth + 1)]
-    best = max((plan[0] for plan in plans), key=lambda plan: plan.theta)
-    simple = max([plans[0][0], *(plan[1] for plan in plans[1:])], key=lambda plan: plan.theta)
-    return simple if best.theta <= simple.theta * (1 + min_gain) else best
+    columns = survival(confidence[:, :max_depth]).T
+    requests, first = len(confidence), prefill_tokens + len(confidence)
+    budgets = _budgets(step_time, first, columns.size)
+    seconds = step_time(np.arange(max_depth + 1)[:, None], budgets + first)
+
+    # What each depth gives when all of its tokens are verified: depth 0 is no draft.
+    everything = np.full(max_depth + 1, float(requests))
+    everything[1:] += np.add.accumulate(np.add.reduce(columns, axis=1, dtype=np.float64))
+    depths = np.arange(max_depth + 1)
+    full = budgets.searchsorted(depths * requests)
+    simple = everything / seconds[depths, full]
+    plain = int(simple.argmax())
+
+    # Depth g produces at most what the deepest does at equal budget, and at most everything it has. Depths are searched
+    # from the highest bound on, and the search ends at the first bound that cannot win: the optimum stays exact.
+    deepest = _tau(columns, budgets)
+    bounds = (np.minimum(deepest, everything[:, None]) / seconds).max(axis=1)
+    best = _plan(plain, min(int(budgets[full[plain]]), plain * requests), requests, everything[plain], simple[plain])
+    ceiling = best.theta * (1 + min_gain)
+    for depth in np.argsort(-bounds):
+        if bounds[depth] <= ceiling:
+            break
+        tau = _tau(columns[:depth], budgets[: full[depth] + 1])
+        theta = tau / seconds[depth, : len(tau)]
+        at = int(theta.argmax())
+        if theta[at] > ceiling:
+            ceiling = float(theta[at])
+            best = _plan(int(depth), min(int(budgets[at]), int(depth) * requests), requests, tau[at], theta[at])
+    return best
 
 
 def plan_budget(
-    confidence: Floats, step_time: StepTime, *, depth: int, min_gain: float = MIN_GAIN, prefill_tokens: int = 0
+    confidence: Floats,
+    step_time: StepTime,
+    *,
+    depth: int,
+    min_gain: float = MIN_GAIN,
+    prefill_tokens: int = 0,
 ) -> Plan:
-    """Global argmax of theta over the budget alone, for a draft already made at this depth. Arguments as plan_joint."""
-    best, full = _search(confidence, step_time, depth, prefill_tokens)
-    return full if best.theta <= full.theta * (1 + min_gain) else best
+    """Global argmax of theta over the budget alone, for drafts of this depth (1 or more). Arguments as plan_joint."""
+    columns = survival(confidence[:, :depth]).T
+    requests, first = len(confidence), prefill_tokens + len(confidence)
+    budgets = _budgets(step_time, first, columns.size)
+    tau = _tau(columns, budgets)
+    theta = tau / step_time(depth, budgets + first)
+    at = int(theta.argmax())
+    simple = 0 if theta[0] >= theta[-1] else len(theta) - 1
+    if theta[at] <= theta[simple] * (1 + min_gain):
+        at = simple
+    return _plan(depth, int(budgets[at]), requests, tau[at], theta[at])
 
 
 def plan_causal(confidence: Floats, step_time: StepTime, *, depth: int, prefill_tokens: int = 0) -> Plan:
-    """Algorithm 1 with its causal early stop: admits survivals in order while theta rises, and stops at the first fall.
+    """Algorithm 1 with its causal early stop: admits survivals in order while theta rises, up to its first fall.
 
-    For sampled drafts when only the current step's confidence is at hand: whether a token is admitted then depends on
-    nothing that its own sampled value or a later one decides, which a global argmax would break (Appendix A).
+    For sampled drafts when only the current step's confidence is at hand. Whether a token is admitted then depends on
+    no value that its own sample or a later one decides; a global argmax would break that (Appendix A), and so would
+    comparing with verify-all or jumping to the end of a stair: no min_gain here, and every count is visited.
     """
-    tau, seconds = _curves(confidence, step_time, depth, prefill_tokens)
-    theta = tau / seconds
-    falls = np.flatnonzero(theta[1:] <= theta[:-1])
-    return _plan(depth, int(falls[0]) if falls.size else theta.size - 1, len(confidence), tau, seconds)
+    columns = survival(confidence[:, :depth]).T
+    requests, first = len(confidence), prefill_tokens + len(confidence)
+    budgets = np.arange(columns.size + 1)
+    tau = _tau(columns, budgets)
+    theta = tau / step_time(depth, budgets + first)
+    stops = np.flatnonzero(theta[1:] <= theta[:-1])
+    at = int(stops[0]) if len(stops) else columns.size
+    return _plan(depth, at, requests, tau[at], theta[at])
 
 
-def _curves(
-    confidence: Floats, step_time: StepTime, depth: int, prefill_tokens: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """tau and step time at every budget 0..R*depth."""
-    ordered = -np.sort(-survival(confidence[:, :depth]), axis=None)
-    tau = len(confidence) + np.concatenate([[0.0], np.cumsum(ordered, dtype=np.float64)])
-    tokens = np.arange(tau.size, dtype=np.int64) + (prefill_tokens + len(confidence))
-    return tau, step_time(depth, tokens)
+def _budgets(step_time: StepTime, first: int, size: int) -> Ints:
+    """The budgets that can be best, ascending from 0 to `size`: of a stair only its last, further tokens being free."""
+    find = getattr(step_time, "edges", None)
+    edges = None if find is None else find(first + 1, first + size)
+    if edges is None:
+        return np.arange(size + 1)
+    budgets = np.empty(len(edges) + 2, np.int64)
+    budgets[0], budgets[-1] = 0, size
+    np.subtract(edges, first, budgets[1:-1])
+    return budgets
 
 
-def _plan(
-    depth: int, budget: int, requests: int, tau: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> Plan:
-    mode: Mode = "scheduled"
-    if budget == 0:
-        mode = "no_draft"
-    elif budget == requests * depth:
-        mode = "verify_all"
-    expected, cost = float(tau[budget]), float(seconds[budget])
-    return Plan(depth, budget, mode, expected, cost, expected / cost)
+def _tau(columns: Floats, budgets: Ints) -> Doubles:
+    """Expected tokens produced at each budget, the last of which must be all of columns [depth, R] or more."""
+    ordered = columns.flatten()
+    ordered.sort()
+    gains = ordered[::-1].astype(np.float64)
+    if len(budgets) <= len(gains):
+        gains = np.add.reduceat(gains, budgets[:-1])
+    tau = np.empty(len(budgets))
+    tau[0] = columns.shape[1]
+    gains[0] += columns.shape[1]
+    np.add.accumulate(gains, out=tau[1:])
+    return tau
 
 
-def _search(confidence: Floats, step_time: StepTime, depth: int, prefill_tokens: int) -> tuple[Plan, Plan]:
-    """The best budget at a depth, and verify-all at it."""
-    tau, seconds = _curves(confidence, step_time, depth, prefill_tokens)
-    requests = len(confidence)
-    best = int(np.argmax(tau / seconds))
-    return _plan(depth, best, requests, tau, seconds), _plan(depth, tau.size - 1, requests, tau, seconds)
+def _plan(depth: int, budget: int, requests: int, tau: float, theta: float) -> Plan:
+    mode: Mode = "no_draft" if budget == 0 else "verify_all" if budget == requests * depth else "scheduled"
+    return Plan(depth, budget, mode, float(tau), float(tau / theta), float(theta))
