@@ -19,7 +19,7 @@ def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_toke
 
 
 def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
-    """Pack the slots of the accepted tokens to the front of accept_out_cache_loc, in the order of accept_index (-1: none)."""
+    """Pack the accepted tokens' slots, in accept_index's order (-1: none), to the front of accept_out_cache_loc."""
     accepted = accept_index.reshape(-1)
     accepted = accepted[accepted >= 0].long()
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]

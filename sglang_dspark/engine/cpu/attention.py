@@ -54,7 +54,7 @@ def _max_slots(k_buffer: Tensor, v_buffer: Tensor) -> int:
 
 
 def _self_start(encoder_lens: Tensor | None, like: Tensor) -> Tensor:
-    """Column of req_to_token where each request's own text starts: after its encoder tokens, if the model has an encoder."""
+    """Column of req_to_token where each request's text starts: after its encoder tokens, if the model has any."""
     return torch.zeros_like(like, dtype=torch.int64) if encoder_lens is None else encoder_lens.long()
 
 
@@ -79,7 +79,7 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Store key and value [R, Hkv, D] at slots loc [R], then let the one query of every request attend to its context."""
+    """Store key and value [R, Hkv, D] at slots loc [R], then attend: one query a request, all of its context."""
     if key is not None and value is not None:
         k_buffer.index_copy_(0, loc, key.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype))
         v_buffer.index_copy_(0, loc, value.view(-1, *v_buffer.shape[1:]).to(v_buffer.dtype))
@@ -145,8 +145,10 @@ def extend_attention_cpu(
     requests then have n tokens each. Lengths may differ between requests otherwise; that is what a ragged verify pass
     needs.
     """
-    own_keys = k_extend is not None and v_extend is not None and k_extend.shape[1] != k_buffer.shape[1]
-    k_source, v_source = (k_extend, v_extend) if own_keys else (k_buffer, v_buffer)
+    k_source, v_source = k_buffer, v_buffer
+    if k_extend is not None and v_extend is not None and k_extend.shape[1] != k_buffer.shape[1]:
+        k_source, v_source = k_extend, v_extend
+    own_keys = k_source is not k_buffer
     if is_cross_attn:
         o_extend.zero_()  # requests without encoder tokens attend to nothing
     max_slots = _max_slots(k_source, v_source)

@@ -25,7 +25,7 @@ def _gather(source: Tensor, slots: Tensor, shape: tuple[int, int], dtype: torch.
 def _attend_explicitly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, logit_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with soft-capped logits and/or sinks, in float32. q [B, Hkv, T * G, D]; sinks [Hq], a logit without a value."""
+    """Attention with capped logits and sinks [Hq] (a logit without a value), in float32. q [B, Hkv, T * G, D]."""
     logits = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if logit_cap > 0:
         logits = torch.tanh(logits / logit_cap).mul_(logit_cap)

@@ -18,7 +18,7 @@ _library: torch.library.Library | None = None  # a library's definitions live as
 
 
 def define_if_missing() -> bool:
-    """Declare torchvision's `nms` and `qnms` where its compiled half cannot load. Returns True if they were declared."""
+    """Declare torchvision's `nms` and `qnms` if its compiled half cannot load. Returns True if it declared them."""
     global _library
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _library is not None or hasattr(torch.ops.torchvision, "nms"):

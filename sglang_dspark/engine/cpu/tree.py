@@ -24,18 +24,18 @@ def _links(parent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
-    """Parent node of every node, int64 [R, n]: 0 is the anchor, -1 for the anchor itself and for nodes cut from the
-    tree.
+    """Parent of every node, int64 [R, n]: 0 is the anchor; -1 for the anchor itself and for nodes cut from the tree.
 
     selected_index [R, n-1]: the candidate number of every drafted node; candidates come in tables of topk per expanded
     node, so number // topk is the table, table 0 hangs on the anchor, and parent_list holds the candidate that others
     hang on.
     """
     table = selected_index // topk
-    expanded = parent_list.gather(1, table.clamp(max=max(parent_list.shape[1] - 1, 0))) if parent_list.shape[1] else
-    table match = selected_index[:, None, :] == expanded[:, :, None] position = torch.where(match.any(-1),
-    match.int().argmax(-1) + 1, -1) parent = torch.where(table == 0, 0, position) return
-    torch.cat([parent.new_full((parent.shape[0], 1), -1), parent], dim=1)
+    expanded = parent_list.gather(1, table.clamp(max=parent_list.shape[1] - 1)) if parent_list.shape[1] else table
+    match = selected_index[:, None, :] == expanded[:, :, None]
+    position = torch.where(match.any(-1), match.int().argmax(-1) + 1, -1)
+    parent = torch.where(table == 0, 0, position)
+    return torch.cat([parent.new_full((parent.shape[0], 1), -1), parent], dim=1)
 
 
 def build_tree_kernel_efficient_cpu(
@@ -95,7 +95,7 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Recover positions and links, in place, from a tree mask [R * n * n] (bool, element [r, i, j]: j is an ancestor of i)."""
+    """Recover positions and links, in place, from a bool mask [R * n * n] whose element [r, i, j] says j is above i."""
     R, n = batch_size, draft_token_num
     ancestors = tree_mask.view(-1)[: R * n * n].view(R, n, n).bool().tril(-1)
     parent = torch.where(ancestors, torch.arange(n), -1).amax(-1)
