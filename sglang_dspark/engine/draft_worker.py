@@ -1,0 +1,109 @@
+"""SGLang's EAGLE draft worker, made to remember what its draft distribution shows before a token is sampled.
+
+SGLang throws the probability away for chains (topk_p is ones). Draft position 1 comes from the draft extend that runs
+after every verify and prefill, position k > 1 from the (k - 1)-th draft forward. Of each the largest probability is kept:
+it is known before x_k is sampled and does not depend on it, which sampled drafts need (design, exactness).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+
+
+def top_probability(logits: Tensor) -> Tensor:
+    """Largest softmax probability of each row: [R, V] any float to [R] float32."""
+    logits = logits.float()
+    return torch.exp(logits.amax(-1) - torch.logsumexp(logits, -1))
+
+
+class DSparkDraftWorker(EagleDraftWorker):
+    """EagleDraftWorker with a depth that can change every step, and the draft's top probabilities.
+
+    ``top_prob`` [max requests, gamma]: of the newest draft, by batch row; fixed storage, so that it is written inside
+    captured draft graphs too. ``first_prob`` [request slots]: of position 1, by ``req_pool_indices``, which survives
+    filtering, merging and retraction of batches.
+    """
+
+    top_prob: Tensor
+    first_prob: Tensor
+
+    def start_watching(self, slots: int) -> None:
+        """Allocate the buffers for ``slots`` requests and tap the draft model's forward. Before graphs are captured."""
+        self.gamma = self.speculative_num_steps
+        self.top_prob = torch.zeros(slots, self.gamma, device=self.device)
+        self.first_prob = torch.zeros(slots, device=self.device)
+        self._position: int | None = None
+        self._extended: Any = None
+        self._chains = {self.gamma: (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)}
+        self.draft_runner.forward = self._tap(self.draft_runner.forward)
+
+    def watch_extend_graph(self) -> None:
+        """Tap the captured draft extend as well, once there is one: on replay the model's forward does not run."""
+        if self.cuda_graph_runner_for_draft_extend is not None:
+            runner = self.cuda_graph_runner_for_draft_extend
+            runner.execute = self._tap(runner.execute, lambda output: output)
+
+    def set_depth(self, depth: int) -> None:
+        """Draft ``depth`` positions from the next step on, 0 to gamma. The chain constants are built once a depth."""
+        self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
+        if depth not in self._chains:
+            self._rebuild_topk1_chain_buffers()
+            self._chains[depth] = (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)
+        self._topk1_parents_prealloc, self._topk1_score_indices_prealloc = self._chains[depth]
+
+    def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
+        """The stock draft; leaves the positions' top probabilities in ``top_prob``."""
+        if not batch.forward_mode.is_idle():
+            self.top_prob[: len(batch.seq_lens), 0] = self.first_prob[batch.req_pool_indices]
+        return super().draft(batch, with_topology=with_topology)
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        """The stock draft loop, with its forwards counted: they are positions 2, 3, ..."""
+        with self._watching(1):
+            return super().draft_forward(forward_batch)
+
+    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
+        self._keep_first(batch)
+        return result
+
+    def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        super()._draft_extend_for_decode(batch, *args, **kwargs)
+        self._keep_first(batch)
+
+    def _keep_first(self, batch: Any) -> None:
+        if not batch.forward_mode.is_idle():
+            # SGLang has cut the logits to each request's last accepted row in place, on the output the tap holds.
+            self.first_prob[batch.req_pool_indices] = top_probability(self._extended.next_token_logits)
+        self._extended = None
+
+    @contextmanager
+    def _watching(self, position: int) -> Iterator[None]:
+        self._position = position
+        try:
+            yield
+        finally:
+            self._position = None
+
+    def _tap(
+        self, forward: Callable[..., Any], logits_of: Callable[[Any], Any] = lambda output: output.logits_output
+    ) -> Callable[..., Any]:
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            logits = logits_of(output)
+            if self._position is None:
+                self._extended = logits
+            elif logits.next_token_logits is not None:
+                rows = len(logits.next_token_logits)
+                self.top_prob[:rows, self._position] = top_probability(logits.next_token_logits)
+                self._position += 1
+            return output
+
+        return tapped

@@ -1,0 +1,243 @@
+"""Times dummy steps through the real target and draft runners at start-up, and fits the cost model from them.
+
+The dummies use request slots that no request holds yet, whose rows all point at the padding slot of the KV pool: nothing
+is allocated, and what is written there is never read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import (
+    get_draft_input_from_target_hidden_dim,
+    get_draft_recurrent_hidden_state_spec,
+)
+from sglang.srt.speculative.ragged_verify import build_capture_verify_lens
+from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from sglang_dspark.cost import CostModel, Point, Sample, fit_table, profile_grid
+from sglang_dspark.engine.verify import ragged_rows
+
+logger = logging.getLogger(__name__)
+
+REPEATS = 3  # the fit takes medians; three survive one outlier
+CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cost start-up time and add little
+# Beyond this many requests the grid's own points already give the slope; profiling the full table of a large server would
+# eat the time limit for rows that are rarely in use together.
+MOST_REQUESTS = 64
+
+
+def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]]:
+    """Measure for at most about ``limit`` seconds; the cost model, and a report of what was measured.
+
+    None where not even one target forward fitted into the limit: the server then verifies all that it drafts.
+    """
+    start = time.perf_counter()
+    gamma = worker.gamma
+    runner = worker.target_worker.model_runner
+    grid = profile_grid(
+        max_requests=min(worker.req_to_token_pool.size, MOST_REQUESTS),
+        max_depth=gamma,
+        contexts=[min(c, runner.model_config.context_len - gamma - 2) for c in CONTEXTS],
+        max_kv_tokens=worker.token_to_kv_pool_allocator.size,
+    )
+    samples: list[Sample] = []
+    warmed: set[str] = set()
+    with torch.no_grad():
+        for point in grid:
+            run = _RUNS[point.kind](worker, point)
+            if point.kind not in warmed:  # first calls allocate and pick kernels
+                warmed.add(point.kind)
+                run()
+            for _ in range(REPEATS):
+                if time.perf_counter() - start > limit:
+                    break
+                before = time.perf_counter()
+                run()
+                _wait(worker.device)
+                samples.append(Sample(point.kind, point.requests, point.tokens, point.kv_tokens, time.perf_counter() - before))
+    worker.draft_worker.set_depth(gamma)
+    seconds = time.perf_counter() - start
+    verified = [s for s in samples if s.kind == "verify"]
+    report = {"seconds": round(seconds, 3), "samples": len(samples), "points": len(grid)}
+    if not verified:
+        logger.warning("DSPARK: no forward fitted into DSPARK_PROFILE_SECONDS=%s; verifying everything.", limit)
+        return None, report
+    table = fit_table(samples)
+    report["table"] = {
+        "tokens": list(table.tokens),
+        "ms": [round(1e3 * s, 3) for s in table.seconds],
+        "ms_per_request": round(1e3 * table.per_request, 4),
+        "ms_per_1k_context": round(1e6 * table.per_kv_token, 4),
+        "draft_ms": [round(1e3 * x, 4) for x in (table.draft_start, table.draft_fixed, table.draft_per_request)],
+        "extend_ms": [
+            round(1e3 * x, 4) for x in (table.extend_fixed, table.extend_per_request, table.extend_per_token)
+        ],
+    }
+    _log(report)
+    return CostModel(table, max_depth=gamma), report
+
+
+def _log(report: dict[str, Any]) -> None:
+    table = report["table"]
+    counts = " ".join(f"{t:>8}" for t in table["tokens"])
+    times = " ".join(f"{s:8.2f}" for s in table["ms"])
+    logger.info(
+        "DSPARK profile: %d forwards in %.1f s.\n  tokens    %s\n  target ms %s\n"
+        "  + %.3f ms a request, %.3f ms a 1k context tokens\n"
+        "  draft ms: %s (start, a forward, a request); extend ms: %s (fixed, a request, a token)",
+        report["samples"], report["seconds"], counts, times, table["ms_per_request"], table["ms_per_1k_context"],
+        table["draft_ms"], table["extend_ms"],
+    )  # fmt: skip
+
+
+def _wait(device: str) -> None:
+    if not str(device).startswith("cpu"):
+        torch.get_device_module(device).synchronize()
+
+
+def _verify(worker: Any, point: Point) -> Callable[[], None]:
+    device, width = worker.device, point.depth + 1
+    lens = torch.tensor(
+        build_capture_verify_lens(num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width),
+        dtype=torch.int32, device=device,
+    )  # fmt: skip
+    rows = ragged_rows(lens, width)
+    start = torch.arange(point.requests, device=device).repeat_interleave(lens.long()) * 0 + point.context
+    info = EagleVerifyInput(
+        draft_token=torch.zeros(point.tokens, dtype=torch.long, device=device),
+        custom_mask=torch.ones(0, dtype=torch.bool, device=device),
+        positions=start,
+        retrieve_index=torch.zeros(point.requests, width, dtype=torch.long, device=device),
+        retrieve_next_token=torch.zeros(point.requests, width, dtype=torch.long, device=device),
+        retrieve_next_sibling=torch.zeros(point.requests, width, dtype=torch.long, device=device),
+        retrieve_cum_len=None,
+        spec_steps=point.depth,
+        topk=1,
+        draft_token_num=width,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        seq_lens_sum=point.kv_tokens,
+        seq_lens_cpu=torch.full((point.requests,), point.context),
+    )
+    if rows is not None:
+        info.ragged_verify_layout = rows.layout
+    runner = worker.target_worker.model_runner
+
+    def run() -> None:
+        batch = _batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, start)
+        worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
+
+    return run
+
+
+def _draft(worker: Any, point: Point) -> Callable[[], None]:
+    draft, device, requests = worker.draft_worker, worker.device, point.requests
+    size, dtype = get_draft_recurrent_hidden_state_spec(draft.draft_runner)
+
+    def run() -> None:
+        draft.set_depth(point.depth)
+        info = EagleDraftInput(
+            topk_p=torch.ones(requests, 1, device=device),
+            topk_index=torch.zeros(requests, 1, dtype=torch.long, device=device),
+            hidden_states=torch.zeros(requests, size, dtype=dtype, device=device),
+            bonus_tokens=torch.zeros(requests, dtype=torch.int32, device=device),
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            num_tokens_per_req=1,
+            num_tokens_for_logprob_per_req=1,
+        )
+        positions = torch.full((requests,), point.context, dtype=torch.long, device=device)
+        slots = torch.zeros(requests * point.depth, dtype=torch.long, device=device)
+        batch = _batch(
+            worker, draft.draft_runner, ForwardMode.DECODE, point, info, slots[:requests] * 0, positions, slots
+        )
+        with _draft_contexts(draft):
+            if point.depth > 1:
+                draft.draft_attn_backend.init_forward_metadata(batch)
+                batch.mark_forward_metadata_ready()
+            draft.draft_forward(batch)
+
+    return run
+
+
+def _extend(worker: Any, point: Point) -> Callable[[], None]:
+    draft, device, requests, width = worker.draft_worker, worker.device, point.requests, point.depth + 1
+    size = get_draft_input_from_target_hidden_dim(draft.draft_runner)
+    info = EagleDraftExtendInput(
+        hidden_states=torch.zeros(requests * width, size, dtype=draft.draft_runner.dtype, device=device),
+        num_correct_drafts=torch.zeros(requests, dtype=torch.int32, device=device),
+        num_accept_tokens=torch.ones(requests, dtype=torch.int32, device=device),
+        num_tokens_per_req=width,
+        num_tokens_for_logprob_per_req=width,
+    )
+    positions = torch.full((requests * width,), point.context, dtype=torch.long, device=device)
+
+    def run() -> None:
+        tokens = torch.zeros(requests * width, dtype=torch.long, device=device)
+        batch = _batch(worker, draft.draft_runner, ForwardMode.DRAFT_EXTEND_V2, point, info, tokens, positions)
+        batch.seq_lens = batch.seq_lens + width
+        batch.seq_lens_cpu = batch.seq_lens_cpu + width
+        batch.extend_num_tokens = requests * width
+        batch.extend_seq_lens = torch.full((requests,), width, dtype=torch.int32, device=device)
+        batch.extend_prefix_lens = torch.full((requests,), point.context, dtype=torch.int32, device=device)
+        batch.extend_start_loc = torch.arange(0, requests * width, width, dtype=torch.int32, device=device)
+        batch.extend_seq_lens_cpu = [width] * requests
+        batch.extend_prefix_lens_cpu = [point.context] * requests
+        with _draft_contexts(draft):
+            draft.draft_runner.attn_backend.init_forward_metadata(batch)
+            batch.mark_forward_metadata_ready()
+            draft.draft_runner.forward(batch)
+
+    return run
+
+
+_RUNS: dict[str, Callable[[Any, Point], Callable[[], None]]] = {
+    "verify": _verify,
+    "draft": _draft,
+    "extend": _extend,
+}
+
+
+def _draft_contexts(draft: Any) -> ExitStack:
+    stack = ExitStack()
+    for context in (
+        draft_tp_context(draft.parallel_layout),
+        speculative_moe_backend_context(),
+        speculative_moe_a2a_backend_context(),
+    ):
+        stack.enter_context(context)
+    return stack
+
+
+def _batch(
+    worker: Any, runner: Any, mode: ForwardMode, point: Point, info: Any, tokens: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor | None = None,
+) -> ForwardBatch:  # fmt: skip
+    device, requests = worker.device, point.requests
+    lens = torch.full((requests,), point.context, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=requests,
+        input_ids=tokens,
+        req_pool_indices=torch.arange(requests, dtype=torch.int64, device=device),
+        seq_lens=lens,
+        out_cache_loc=torch.zeros_like(tokens) if slots is None else slots,
+        seq_lens_sum=point.kv_tokens,
+        seq_lens_cpu=lens.cpu(),
+        orig_seq_lens=lens,
+        positions=positions,
+        spec_algorithm=runner.spec_algorithm,
+        spec_info=info,
+        capture_hidden_mode=info.capture_hidden_mode if mode is not ForwardMode.DRAFT_EXTEND_V2 else CaptureHiddenMode.FULL,
+        lora_ids=[None] * requests if runner.lora_manager is not None else None,
+    )
+    runner.kv_index_translator.bind_runner_slots(batch)
+    return batch

@@ -1,0 +1,50 @@
+"""What the scheduler needs to know of SGLang's requests, kept by their slot in the request table."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from sglang_dspark.engine.scheduler import StepBatch
+
+
+class RequestTable:
+    """Which request holds which slot, its verify rule, and whether it counts in pooled statistics. About 80 bytes a slot."""
+
+    def __init__(self, slots: int) -> None:
+        self._holder: list[weakref.ref[Any] | None] = [None] * slots  # weak: a finished request must not be kept
+        self._generation = np.zeros(slots, np.int64)
+        self._clean = np.zeros(slots, np.bool_)
+        self._rule = np.zeros(slots, np.int64)
+
+    def describe(self, batch: Any) -> StepBatch:
+        """The batch's requests, in its order. A slot whose request changed gets a new generation."""
+        slots = np.fromiter((req.kv.req_pool_idx for req in batch.reqs), np.int64, len(batch.reqs))
+        for slot, req in zip(slots, batch.reqs, strict=True):
+            holder = self._holder[slot]
+            if holder is None or holder() is not req:
+                self._holder[slot] = weakref.ref(req)
+                self._generation[slot] += 1
+                self._clean[slot] = is_clean(req)
+                self._rule[slot] = int(req.sampling_params.top_k != 1)  # SGLang writes temperature 0 as top-k 1
+        kv_tokens = batch.seq_lens_sum
+        if kv_tokens is None:
+            kv_tokens = int(batch.seq_lens_cpu.sum()) if batch.seq_lens_cpu is not None else 0
+        return StepBatch(slots, self._generation[slots], self._rule[slots], self._clean[slots], kv_tokens)
+
+
+def is_clean(req: Any) -> bool:
+    """Whether the request's acceptance says something of the draft: no grammar, penalty, logit bias or custom processor
+    moves the target's distribution away from the one the draft was trained for."""
+    params = req.sampling_params
+    return not (
+        req.grammar is not None
+        or params.logit_bias
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+        or req.custom_logit_processor
+    )

@@ -1,0 +1,203 @@
+"""Joins the pure parts into one decision a step: how deep to draft, how much to verify, and what was learnt from it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_dspark.confidence import DraftConfidence, PositionPrior, evaluate
+from sglang_dspark.cost import CostModel
+from sglang_dspark.kernels.allocate import allocate
+from sglang_dspark.schedule import ConfidenceHistory, Plan, plan_joint
+
+# A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe, one
+# depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
+PROBE_STEPS = 128
+
+
+class StepBatch(NamedTuple):
+    """What is known of a step's R requests on the host before it drafts."""
+
+    slots: NDArray[np.int64]
+    """[R] index in SGLang's request table."""
+    generations: NDArray[np.int64]
+    """[R] which request holds the slot: another request in the same slot has another number."""
+    rule: NDArray[np.int64]
+    """[R] verify rule, index into confidence.RULES: 0 greedy, 1 sampled."""
+    clean: NDArray[np.bool_]
+    """[R] whether the request counts in pooled statistics (no grammar, penalties or logit bias)."""
+    kv_tokens: int
+    """Context of all requests together, tokens."""
+
+
+class _Launched(NamedTuple):
+    """A step whose outcome is not known yet."""
+
+    step: int
+    batch: StepBatch
+    plan: Plan
+    top_prob: Tensor
+    confidence: Tensor
+    verify_lens: Tensor
+    tokens: int
+
+
+class StepScheduler:
+    """Owns history, priors, estimator and cost of one server, and its counters.
+
+    Memory: slots x (8 x gamma + 32) bytes of history, and a cost curve of about 2 x R x (gamma + 1) doubles.
+    """
+
+    def __init__(self, slots: int, gamma: int, device: torch.device | str) -> None:
+        self.gamma = gamma
+        self.cost: CostModel | None = None
+        """Step times; None until a profile was taken, and then everything drafted is verified."""
+        self.history = ConfidenceHistory(slots, gamma)
+        self.priors = (PositionPrior(gamma), PositionPrior(gamma))
+        self.estimator = DraftConfidence(gamma)
+        self.counters: Counter[str] = Counter()
+        self.modes: Counter[str] = Counter()
+        self.depths: Counter[int] = Counter()
+        self.last_plan: Plan | None = None
+        self._device = device
+        self._step = 0
+        self._seen_at = np.zeros(gamma, np.int64)
+        self._waiting: deque[_Launched] = deque()
+
+    # -- before the draft ------------------------------------------------------------------------------------------
+
+    def plan(self, batch: StepBatch, first_prob: Tensor | None) -> Plan:
+        """Depth and budget from history at least one step old.
+
+        first_prob: [R] top probability of position 1, where it can be read without waiting for a device; it was left by
+        the last step's draft extend, so it is as old as the history.
+        """
+        self._step += 1
+        if self.cost is None:
+            return self.verify_all(len(batch.slots))
+        confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, self._prior_rows(batch.rule))
+        if first_prob is not None:
+            confidence[:, 0] = self._evaluate(first_prob[:, None], batch.rule)[:, 0].cpu().numpy()
+        step_time = self.cost.bind(len(batch.slots), batch.kv_tokens)
+        plan = plan_joint(confidence, step_time, max_depth=self.gamma)
+        return self._probe(plan, len(batch.slots))
+
+    def verify_all(self, requests: int, depth: int | None = None) -> Plan:
+        """The plan that needs no estimate: draft ``depth`` (gamma) positions and verify them all."""
+        depth = self.gamma if depth is None else depth
+        return Plan(depth, requests * depth, "verify_all", float("nan"), float("nan"), float("nan"))
+
+    def _probe(self, plan: Plan, requests: int) -> Plan:
+        if plan.depth == self.gamma or self._step - self._seen_at[plan.depth] <= PROBE_STEPS:
+            return plan
+        self._seen_at[plan.depth] = self._step
+        self.modes["probe"] += 1
+        return self.verify_all(requests, plan.depth + 1)
+
+    # -- between draft and verify ----------------------------------------------------------------------------------
+
+    def confidence(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
+        """[R, depth] top probabilities of the newest draft to [R, gamma] confidence; 0 past what was drafted."""
+        confidence = top_prob.new_zeros(len(rule), self.gamma)
+        confidence[:, : top_prob.shape[1]] = self._evaluate(top_prob, rule)
+        return confidence
+
+    def allocate(self, plan: Plan, confidence: Tensor) -> Tensor:
+        """Split the plan's budget by the newest confidence: verify_lens [R] int32, on the device of ``confidence``."""
+        requests = len(confidence)
+        rows = torch.arange(requests, device=confidence.device)
+        unused = confidence.new_zeros(self.gamma)  # every request of the step was drafted, so none takes a prior
+        budget = torch.tensor(plan.budget, dtype=torch.int32, device=confidence.device)
+        return allocate(confidence, rows, unused, budget, depth=plan.depth).verify_lens
+
+    def launched(
+        self, batch: StepBatch, plan: Plan, top_prob: Tensor, confidence: Tensor, lens: Tensor, tokens: int
+    ) -> None:
+        """Note a step that was sent: lens [R], and the tokens the target forward was really given."""
+        known = np.minimum(plan.depth, self.gamma)
+        row = self._prior_rows(batch.rule)
+        row[:, :known] = confidence[:, :known].cpu().numpy()
+        self.history.record(self._step, batch.slots, batch.generations, row)
+        self._waiting.append(_Launched(self._step, batch, plan, top_prob, confidence, lens, tokens))
+        self.last_plan = plan
+        self.modes[plan.mode] += 1
+        self.depths[plan.depth] += 1
+
+    # -- after the verify ------------------------------------------------------------------------------------------
+
+    def settle(self, accepted: NDArray[np.int64]) -> None:
+        """Learn from the oldest step not settled: accepted draft tokens [R], bonus excluded."""
+        if not self._waiting:
+            return
+        sent = self._waiting.popleft()
+        verified = sent.verify_lens.cpu().numpy().astype(np.int64) - 1
+        requests = len(verified)
+        self.counters.update(
+            steps=1,
+            requests=requests,
+            drafted=requests * sent.plan.depth,
+            verified=int(verified.sum()),
+            accepted=int(accepted.sum()),
+            produced=int(accepted.sum()) + requests,
+            target_tokens=sent.tokens,
+            target_tokens_full=requests * (self.gamma + 1),
+        )
+        reached = verified.max(initial=0)
+        self._seen_at[:reached] = sent.step
+        if not sent.plan.depth:
+            return
+        clean, rule = sent.batch.clean, sent.batch.rule
+        for index, prior in enumerate(self.priors):
+            mine = clean & (rule == index)
+            if mine.any():
+                prior.observe(accepted[mine], verified[mine])
+        top_prob = np.full((requests, self.gamma), np.nan, np.float32)
+        top_prob[:, : sent.top_prob.shape[1]] = sent.top_prob.cpu().numpy()
+        self.estimator.observe(top_prob, rule, accepted, verified, clean)
+
+    def timed(self, plan: Plan, tokens: int, seconds: float) -> None:
+        """Correct the cost model by a step that took ``seconds``."""
+        if self.cost is not None and plan.step_time == plan.step_time:  # NaN: nothing was predicted
+            self.cost.observe(tokens, plan.step_time, seconds)
+
+    def forget_waiting(self) -> None:
+        """Drop steps whose outcome never comes (a batch that was thrown away)."""
+        self._waiting.clear()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _prior_rows(self, rule: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.stack([prior.values() for prior in self.priors])[rule]
+
+    def _evaluate(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
+        rules = torch.from_numpy(rule).to(top_prob.device)
+        parameters = torch.from_numpy(self.estimator.parameters()).to(top_prob.device)
+        return torch.stack(
+            [evaluate(top_prob[:, k], k, rules, parameters) for k in range(top_prob.shape[1])], dim=1
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Plan, counters and estimates, as plain JSON types."""
+        plan = self.last_plan
+        return {
+            **self.counters,
+            "accepted_length": (self.counters["produced"] / self.counters["requests"])
+            if self.counters["requests"]
+            else None,
+            "modes": dict(self.modes),
+            "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
+            "last_plan": None if plan is None else {k: _number(v) for k, v in plan._asdict().items()},
+            "prior": {
+                name: [round(float(v), 4) for v in prior.values()]
+                for name, prior in zip(("greedy", "sampled"), self.priors, strict=True)
+            },
+        }
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value

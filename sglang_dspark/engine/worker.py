@@ -1,0 +1,176 @@
+"""The worker behind --speculative-algorithm DSPARK: SGLang's EAGLE worker, with a plan before and a schedule inside.
+
+A decode step is: plan depth and budget, draft, allocate the budget by the newest confidence, verify ragged, draft extend.
+Drafting, acceptance, KV and output stay SGLang's (EAGLEWorkerV2); prefill is untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+from sglang_dspark.config import read_options
+from sglang_dspark.engine.draft_worker import DSparkDraftWorker
+from sglang_dspark.engine.faults import Faults
+from sglang_dspark.engine.policy import load_policy
+from sglang_dspark.engine.requests import RequestTable
+from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.engine.verify import VerifyTarget, cut_chain, ragged_rows
+from sglang_dspark.schedule import Plan
+
+
+class DSparkWorker(EAGLEWorkerV2):
+    """EAGLEWorkerV2 that verifies, for each request, the draft tokens that are worth their cost."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # EAGLEWorkerV2 names its draft worker's class itself. Ours adds methods and buffers made later, nothing that
+        # construction needs, so the instance can change its class.
+        self._draft_worker.__class__ = DSparkDraftWorker
+        self.options = read_options()
+        self.gamma: int = self.speculative_num_steps
+        self.faults = Faults()
+        self.profile_report: dict[str, Any] = {}
+        self._plan: Plan | None = None
+        self._batch: StepBatch | None = None
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Stock, then our buffers: one row a request slot."""
+        super().alloc_memory_pool(*args, **kwargs)
+        slots = self.req_to_token_pool.req_to_token.shape[0]
+        self._draft_worker.start_watching(slots)
+        self.requests = RequestTable(slots)
+        self.scheduler = StepScheduler(slots, self.gamma, self.device)
+        self.policy = load_policy(self.options.policy, self.scheduler)
+
+    def init_cuda_graphs(self) -> None:
+        """Stock, then the start-up profile: the last moment before requests come."""
+        super().init_cuda_graphs()
+        self._draft_worker.watch_extend_graph()
+        if self.options.profile_seconds > 0:
+            self.faults.run("profile", self._profile, lambda: None)
+
+    def _profile(self) -> None:
+        from sglang_dspark.engine.profile import profile
+
+        self.scheduler.cost, self.profile_report = profile(self, self.options.profile_seconds)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock, with the step's depth set first. Prefill and idle batches pass through."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            self._set_depth(self.gamma)
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        start = time.perf_counter()
+        self._batch = self.requests.describe(batch)
+        plan = self._plan = self._make_plan(batch)
+        self._set_depth(plan.depth)
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        if batch.seq_lens.is_cpu:  # elsewhere the host does not see when the step ended
+            seconds = time.perf_counter() - start
+            self.faults.run(
+                "timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: None
+            )
+        return result
+
+    def _make_plan(self, batch: Any) -> Plan:
+        described = self._batch
+        assert described is not None
+
+        def plan() -> Plan:
+            on_host = batch.seq_lens.is_cpu
+            first = self._draft_worker.first_prob[batch.req_pool_indices] if on_host else None
+            return self._agree_on_plan(self.policy.plan(described, first))
+
+        return self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
+
+    def _set_depth(self, depth: int) -> None:
+        self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
+        self._draft_worker.set_depth(depth)
+
+    def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
+        """Stock run_eagle_verify over sum(1 + l_r) tokens; reports the verified lengths as ``cap_lens``."""
+        if batch.forward_mode.is_idle():
+            return super().verify(batch, pp_proxy_tensors, grammar_barrier)
+        plan, described = self._plan, self._batch
+        assert plan is not None and described is not None
+        requests, depth = len(batch.seq_lens), plan.depth
+        top_prob = self._draft_worker.top_prob[:requests, :depth].clone()
+        confidence, lens = self.faults.run(
+            "allocation",
+            lambda: self._allocate(batch, plan, described, top_prob),
+            lambda: (top_prob.new_zeros(requests, self.gamma), _full(requests, depth, top_prob)),
+        )
+        rows = ragged_rows(lens, depth + 1)
+        if rows is not None:
+            cut_chain(batch.spec_info, rows)
+        target = VerifyTarget(self.target_worker, rows)
+        result = run_eagle_verify(
+            batch,
+            target_worker=target,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            plan_stream=self.plan_stream,
+            plan_stream_ctx=self.plan_stream_ctx,
+            topk=self.topk,
+            num_draft_tokens=depth + 1,
+            device=self.device,
+            metadata_ready_pre_pad=False,
+            finalize_tree_path=True,
+            grammar_barrier=grammar_barrier,
+        )
+        result.cap_lens = lens
+        self._tokens_sent = target.tokens_seen
+        self.faults.run(
+            "history",
+            lambda: self.scheduler.launched(described, plan, top_prob, confidence, lens, target.tokens_seen),
+            self.scheduler.forget_waiting,
+        )
+        return result
+
+    def _allocate(self, batch: Any, plan: Plan, described: StepBatch, top_prob: Tensor) -> tuple[Tensor, Tensor]:
+        confidence = self.scheduler.confidence(top_prob, described.rule)
+        draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
+        return confidence, self._from_first_rank(self.policy.allocate(plan, confidence, draft))
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """Called by SGLang once a step's acceptance is on the host."""
+        accepted = np.asarray(num_correct_drafts_per_req, np.int64)
+        self.faults.run("learning", lambda: self.scheduler.settle(accepted), self.scheduler.forget_waiting)
+
+    # -- tensor parallel: one rank decides -------------------------------------------------------------------------
+
+    def _agree_on_plan(self, plan: Plan) -> Plan:
+        depth, budget = self._from_first_rank(torch.tensor([plan.depth, plan.budget], device=self.device)).tolist()
+        return plan if (depth, budget) == (plan.depth, plan.budget) else plan._replace(depth=depth, budget=budget)
+
+    def _from_first_rank(self, values: Tensor) -> Tensor:
+        group = get_parallel().tp_group
+        if group.world_size > 1:
+            group.broadcast(values, src=0)
+        return values
+
+    # -- what a person can see -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def add_info(worker: Any, state: dict[str, Any]) -> None:
+        """Put our part into SGLang's internal state, which /server_info shows."""
+        if isinstance(worker, DSparkWorker):
+            state["dspark"] = worker.faults.run("info", worker.info, dict)
+
+    def info(self) -> dict[str, Any]:
+        """Counters, last plan, profile and faults, as plain JSON types."""
+        return {**self.scheduler.info(), "profile": self.profile_report, "faults": dict(self.faults.counts)}
+
+
+def _full(requests: int, depth: int, like: Tensor) -> Tensor:
+    return torch.full((requests,), depth + 1, dtype=torch.int32, device=like.device)

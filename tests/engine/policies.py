@@ -1,0 +1,48 @@
+"""Verify policies that tests force on a server through DSPARK_POLICY."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from sglang_dspark.engine.policy import Policy
+
+
+class Switch(Policy):
+    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random or depths. Read anew each step."""
+
+    def __init__(self, scheduler):
+        super().__init__(scheduler)
+        self.file = Path(os.environ["TEST_POLICY_FILE"])
+        self.random = torch.Generator().manual_seed(0)
+
+    def _says(self):
+        return self.file.read_text().strip()
+
+    def _draw(self, high):
+        return int(torch.randint(high + 1, (), generator=self.random))
+
+    def plan(self, batch, first_prob):
+        plan = super().plan(batch, first_prob)
+        if self._says() == "own":
+            return plan
+        gamma = self.scheduler.gamma
+        return self.scheduler.verify_all(len(batch.slots), self._draw(gamma) if self._says() == "depths" else gamma)
+
+    def allocate(self, plan, confidence, draft):
+        says = self._says()
+        if says in ("own", "all"):
+            return super().allocate(plan, confidence, draft)
+        if says == "none":
+            return torch.ones(len(confidence), dtype=torch.int32)
+        return torch.randint(1, plan.depth + 2, (len(confidence),), generator=self.random, dtype=torch.int32)
+
+
+class Peek(Policy):
+    """Breaks the rule for sampled drafts: admits position 1 only where its sampled token is an even one."""
+
+    def plan(self, batch, first_prob):
+        return self.scheduler.verify_all(len(batch.slots))
+
+    def allocate(self, plan, confidence, draft):
+        return torch.where(draft[:, 0] % 2 == 0, plan.depth + 1, 1).to(torch.int32)
