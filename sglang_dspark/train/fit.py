@@ -1,0 +1,196 @@
+"""Fit the draft to the target's answers: distillation over a multi-step rollout ("training-time test" of EAGLE3).
+
+Two or more processes of one thread each share a step's batch and average their gradients; see generate.py for why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from sglang_dspark.train.batches import Batch, collate, epoch, is_usable
+from sglang_dspark.train.generate import keep_freed_memory
+from sglang_dspark.train.model import Draft, draft_from_target
+from sglang_dspark.train.store import Sample, load_samples
+from sglang_dspark.train.target import Target
+from sglang_dspark.train.vocab import choose_draft_tokens, token_counts
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What decides the fitted weights, together with the generated data."""
+
+    seed: int = 0
+    # 4,864 rows: with the layer of SmolLM2-135M 15.9 MB in bf16, under the 16 MB a repository can carry.
+    draft_vocab: int = 4864
+    epochs: int = 5
+    answers_per_step: int = 8
+    steps: int = 4
+    prompt_weight: float = 0.5  # of a chain started inside the prompt, against 1 in the answer
+    learning_rate: float = 2e-3
+    warmup: float = 0.04  # share of all steps
+    weight_decay: float = 0.05
+    # The head starts as the target's own rows, which generalise to tokens the training text hardly shows.
+    head_rate: float = 0.25
+
+
+@torch.no_grad()
+def measure_aux_scale(samples: list[Sample], layers: int) -> Tensor:
+    """1 / RMS of each captured layer, [layers]; the median over tokens, since the first token is 1,000 times larger."""
+    rms = torch.cat([s.aux.float().unflatten(-1, (layers, -1)).square().mean(-1).sqrt() for s in samples])
+    return 1.0 / rms.median(dim=0).values
+
+
+class Objective:
+    """Rollout loss of a batch; holds the target's head over the draft vocabulary and the map of target to draft ids."""
+
+    def __init__(self, target: Target, draft_tokens: Tensor, options: Fitting) -> None:
+        self.head = target.head[draft_tokens]
+        self.to_draft = torch.full((target.shape.vocab,), -1)
+        self.to_draft[draft_tokens] = torch.arange(draft_tokens.numel())
+        self.steps = options.steps
+        self.prompt_weight = options.prompt_weight
+
+    def __call__(self, draft: Draft, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(loss, acceptance [steps]): acceptance is the share of reached draft tokens in answers that are the text's.
+
+        Step s is trained on the chains whose first s drafts were right, which are the only ones that serving takes
+        that far; that also spares half of the work. The wanted distribution is the target's over the draft vocabulary;
+        a token that the draft cannot say is no example.
+        """
+        with torch.no_grad():
+            wanted = torch.softmax(F.linear(batch.final, self.head), dim=-1)
+        # Row c of `wanted` belongs to chain c's own start, so to column start + s for chain c + s of the same row.
+        index = torch.arange(batch.row.numel())
+        chains = draft.begin(batch.pairs, batch.row, batch.start)
+        weight = torch.where(batch.answer, 1.0, self.prompt_weight)
+        total = weight.sum()
+        losses, acceptance = [], []
+        for step in range(self.steps):
+            text = batch.text[chains.row, chains.start + step]
+            label = self.to_draft[text]
+            sayable = label >= 0
+            entropy = F.cross_entropy(chains.logits[sayable], wanted[(index + step)[sayable]], reduction="none")
+            losses.append((entropy * weight[index[sayable]]).sum() / total)
+            hit = (chains.logits.detach().argmax(-1) == label) & sayable
+            answers = batch.answer[index]
+            acceptance.append(hit[answers].sum() / answers.sum().clamp(min=1))
+            if step + 1 == self.steps:
+                break
+            last = chains.start + step + 1 >= batch.text.shape[1]
+            ahead = batch.text[chains.row, (chains.start + step + 1).clamp(max=batch.text.shape[1] - 1)]
+            keep = hit & ~last & (ahead >= 0)
+            if not keep.any():
+                acceptance += [torch.zeros(())] * (self.steps - step - 1)
+                break
+            chains, index = draft.advance(chains, keep), index[keep]
+        return torch.stack(losses).sum(), torch.stack(acceptance)
+
+
+def learning_rate(progress: float, options: Fitting) -> float:
+    """Factor on the peak rate at `progress` in [0, 1]: linear warmup, then a half cosine to 0."""
+    if progress < options.warmup:
+        return progress / options.warmup
+    return 0.5 * (1 + math.cos(math.pi * (progress - options.warmup) / (1 - options.warmup)))
+
+
+def _optimizer(draft: Draft, options: Fitting) -> torch.optim.AdamW:
+    head = list(draft.lm_head.parameters())
+    matrices = [p for name, p in draft.named_parameters() if p.dim() > 1 and not name.startswith("lm_head")]
+    norms = [p for p in draft.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay, "scale": 1.0},
+        {"params": head, "weight_decay": 0.0, "scale": options.head_rate},
+        {"params": norms, "weight_decay": 0.0, "scale": 1.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def average_gradients(draft: Draft, workers: int) -> None:
+    """Replace every gradient by its mean over the processes."""
+    gradients = [p.grad for p in draft.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    for g, mean in zip(gradients, (flat / workers).split([g.numel() for g in gradients]), strict=True):
+        g.copy_(mean.view_as(g))
+
+
+def _fit_rank(
+    rank: int, workers: int, rendezvous: str, target_folder: Path, data: Path, out: Path, options: Fitting
+) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
+    target = Target(target_folder)
+    samples = [sample for sample in load_samples(data) if is_usable(sample)]
+    draft_tokens = choose_draft_tokens(token_counts(samples, target.shape.vocab), options.draft_vocab)
+    scale = measure_aux_scale(samples[:: max(1, len(samples) // 64)], len(target.aux_layers))
+    draft = draft_from_target(target, draft_tokens, scale, options.seed)
+    objective = Objective(target, draft_tokens, options)
+    optimizer = _optimizer(draft, options)
+    batches = [b for e in range(options.epochs) for b in epoch(samples, options.answers_per_step, options.seed + e)]
+    for parameter in draft.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    log = []
+    began = time.monotonic()
+    bar = tqdm(batches, desc="fit", unit="step", disable=rank > 0, mininterval=5)
+    for step, chosen in enumerate(bar):
+        factor = learning_rate((step + 1) / len(batches), options)
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * group["scale"] * factor
+        mine = chosen[rank::workers]
+        loss, acceptance = torch.zeros(()), torch.zeros(options.steps)
+        optimizer.zero_grad(set_to_none=False)
+        if mine:  # the last batch of an epoch may be smaller than the number of processes
+            loss, acceptance = objective(draft, collate(mine))
+            loss.backward()
+        average_gradients(draft, workers)
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        if rank == 0:
+            log.append({"step": step, "loss": float(loss), "acceptance": acceptance.tolist()})
+            bar.set_postfix(loss=f"{float(loss):.3f}", accept="/".join(f"{a:.2f}" for a in acceptance.tolist()))
+            if (step + 1) % max(1, len(batches) // (4 * options.epochs)) == 0 or step + 1 == len(batches):
+                _save(out, draft, log, time.monotonic() - began)
+    dist.destroy_process_group()
+
+
+def _save(out: Path, draft: Draft, log: list[dict[str, object]], seconds: float) -> None:
+    """The draft so far (state dict without the target's embedding) and the loss curve."""
+    scratch = out / "draft.partial"
+    torch.save(draft.state_dict(), scratch)
+    scratch.rename(out / "draft.pt")
+    (out / "fit.json").write_text(json.dumps({"seconds": round(seconds, 1), "steps": log}) + "\n")
+
+
+def fit(target: Path, data: Path, out: Path, options: Fitting, workers: int) -> Path:
+    """Train on the shards in `data`; writes draft.pt and fit.json to `out` four times an epoch and returns draft.pt."""
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = (workers, f"{scratch}/rendezvous", target, data, out, options)
+        if workers == 1:
+            _fit_rank(0, *arguments)
+        else:
+            mp.spawn(_fit_rank, arguments, nprocs=workers)
+    return out / "draft.pt"
+
+
+def load_draft(path: Path, target: Target) -> Draft:
+    """The draft of a `draft.pt`, beside its target's embedding."""
+    state = torch.load(path, weights_only=True)
+    draft = Draft(target.shape, target.embed, state["draft_tokens"], state["aux_scale"])
+    draft.load_state_dict(state)
+    return draft.eval()

@@ -1,0 +1,104 @@
+"""The trainer's own decoding gives what the model gives: same tokens, same hidden states, found again after a stop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dspark.train.data import Prompt
+from sglang_dspark.train.generate import Generation, answer, choose, generate, plan_batches, shared_prefix, tokenise
+from sglang_dspark.train.store import load_samples
+from sglang_dspark.train.target import Target
+from tests.train_tiny import PROMPTS, write_target
+
+OPTIONS = Generation(max_new_tokens=12, answers=((0.0, 1.0), (0.8, 1.0)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+def samples_of(folder: Path, prompts: list[Prompt] = PROMPTS, seed: int = 0):
+    rows = tokenise(prompts, folder, OPTIONS)
+    (batch,) = plan_batches(rows, OPTIONS)
+    return answer(Target(folder), batch, shared_prefix(rows), OPTIONS.max_new_tokens, seed)
+
+
+def test_hidden_states_and_greedy_tokens_equal_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    try:
+        model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"transformers cannot import its Llama here: {error}")
+    aux_layers = Target(folder).aux_layers
+    for sample in samples_of(folder):
+        with torch.no_grad():
+            out = model(sample.tokens[None].long(), output_hidden_states=True)
+        aux = torch.cat([out.hidden_states[layer][0] for layer in aux_layers], dim=-1)
+        torch.testing.assert_close(sample.aux.float(), aux[:-1], rtol=2e-3, atol=2e-3)
+        final = out.hidden_states[-1][0, sample.first + 1 : -1]
+        torch.testing.assert_close(sample.final.float(), final, rtol=2e-3, atol=2e-3)
+        if sample.temperature == 0:
+            given = sample.tokens[sample.prompt_tokens :].long()
+            assert torch.equal(out.logits[0, sample.prompt_tokens - 1 : -1].argmax(-1), given)
+
+
+def test_batched_decoding_equals_decoding_alone(folder: Path) -> None:
+    together = [s for s in samples_of(folder) if s.temperature == 0]
+    for sample in together:
+        size = sample.prompt_tokens
+        alone = next(
+            s
+            for prompt in PROMPTS
+            for s in samples_of(folder, [prompt])
+            if s.temperature == 0 and torch.equal(s.tokens[:size], sample.tokens[:size])
+        )
+        assert torch.equal(alone.tokens, sample.tokens)
+        torch.testing.assert_close(alone.aux.float(), sample.aux.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_an_answer_stops_at_eos(folder: Path) -> None:
+    target = Target(folder)
+    target.head = target.head.clone()
+    target.head[target.shape.eos] = 0
+    plain = samples_of(folder)[0]
+    # Make EOS the likeliest token wherever the third answer token was.
+    third = int(plain.tokens[plain.prompt_tokens + 2])
+    target.head[target.shape.eos] = 1.5 * target.head[third]
+    rows = tokenise(PROMPTS, folder, OPTIONS)
+    (batch,) = plan_batches(rows, OPTIONS)
+    for sample in answer(target, batch, shared_prefix(rows), OPTIONS.max_new_tokens, 0):
+        given = sample.tokens[sample.prompt_tokens :].tolist()
+        assert target.shape.eos not in given[:-1]
+        assert given[-1] == target.shape.eos or len(given) == OPTIONS.max_new_tokens
+        assert sample.aux.shape[0] == sample.tokens.numel() - 1
+        assert sample.final.shape[0] == sample.tokens.numel() - 2 - sample.first
+    assert any(
+        s.tokens[-1] == target.shape.eos for s in answer(target, batch, shared_prefix(rows), OPTIONS.max_new_tokens, 0)
+    )
+
+
+def test_sampling_is_seeded_and_follows_the_temperature() -> None:
+    logits = torch.tensor([[2.0, 0.0]]).expand(4000, 2)
+    warm = torch.full((4000,), 2.0)
+    drawn = choose(logits, warm, torch.Generator().manual_seed(5))
+    assert torch.equal(drawn, choose(logits, warm, torch.Generator().manual_seed(5)))
+    expected = torch.softmax(torch.tensor([2.0, 0.0]) / 2.0, -1)[1]
+    assert abs(drawn.float().mean() - expected) < 0.03  # 4 standard deviations of 4,000 draws
+    assert choose(logits, torch.zeros(4000), torch.Generator()).sum() == 0
+
+
+def test_a_run_cut_short_goes_on_and_a_whole_one_is_found(folder: Path, tmp_path: Path) -> None:
+    data = generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1)
+    shards = sorted(data.glob("*.safetensors"))
+    first = [s.tokens.tolist() for s in load_samples(data)]
+    written = shards[0].stat().st_mtime_ns
+    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == data
+    assert shards[0].stat().st_mtime_ns == written
+    shards[0].unlink()
+    (data / "00000.partial").write_bytes(b"cut short")
+    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == data
+    assert [s.tokens.tolist() for s in load_samples(data)] == first
+    other = generate(folder, PROMPTS[:2], tmp_path, OPTIONS, workers=1)
+    assert other != data
