@@ -114,6 +114,7 @@ class Group:
     output_rows: Tensor | None  # rows of [B * T] that are real, where some are padding
     visible: Tensor | None  # bool [B, T, L]; None: every key is visible to every query
     _masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
+    _head_rows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def mask(self, dtype: torch.dtype, heads_per_key: int) -> Tensor | None:
         """Additive mask [B, 1, T * heads_per_key, L] (0 or -inf) for queries ordered position by position, or None."""
@@ -128,6 +129,20 @@ class Group:
             if mask.numel() <= KEPT_MASK:
                 self._masks[key] = mask
         return mask
+
+    def head_rows(self, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the sources seen as [N * kv_heads, D]: of every key [B * kv_heads * L], of every value of every query
+        head [B * heads * L], and where each query head's values start in the latter [B * heads]. int32.
+        """
+        key = (heads, kv_heads)
+        if key not in self._head_rows:
+            per_slot = (
+                self.slots.view(self.B, 1, self.L).int() * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None]
+            )
+            values = per_slot[:, :, None].expand(-1, -1, heads // kv_heads, -1).reshape(-1)
+            starts = torch.arange(0, values.numel(), self.L, dtype=torch.int32)
+            self._head_rows[key] = (per_slot.view(-1), values, starts)
+        return self._head_rows[key]
 
 
 def build_group(
