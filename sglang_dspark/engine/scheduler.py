@@ -104,7 +104,8 @@ class StepScheduler:
     def confidence(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
         """[R, depth] top probabilities of the newest draft to [R, gamma] confidence; 0 past what was drafted."""
         confidence = top_prob.new_zeros(len(rule), self.gamma)
-        confidence[:, : top_prob.shape[1]] = self._evaluate(top_prob, rule)
+        if top_prob.shape[1]:
+            confidence[:, : top_prob.shape[1]] = self._evaluate(top_prob, rule)
         return confidence
 
     def allocate(self, plan: Plan, confidence: Tensor) -> Tensor:

@@ -168,8 +168,17 @@ class DSparkWorker(EAGLEWorkerV2):
             state["dspark"] = worker.faults.run("info", worker.info, dict)
 
     def info(self) -> dict[str, Any]:
-        """Counters, last plan, profile and faults, as plain JSON types."""
-        return {**self.scheduler.info(), "profile": self.profile_report, "faults": dict(self.faults.counts)}
+        """Counters, last plan, profile, faults and what is free in the pools, as plain JSON types."""
+        return {
+            **self.scheduler.info(),
+            "profile": self.profile_report,
+            "faults": dict(self.faults.counts),
+            # Target and draft write the same slots of one allocator, so one number is both.
+            "pools": {
+                "kv_free": self.token_to_kv_pool_allocator.available_size(),
+                "requests_free": self.req_to_token_pool.available_size(),
+            },
+        }
 
 
 def _full(requests: int, depth: int, like: Tensor) -> Tensor:

@@ -46,3 +46,13 @@ class Peek(Policy):
 
     def allocate(self, plan, confidence, draft):
         return torch.where(draft[:, 0] % 2 == 0, plan.depth + 1, 1).to(torch.int32)
+
+
+class Broken(Policy):
+    """Fails at everything: what a fault of ours looks like to the worker."""
+
+    def plan(self, batch, first_prob):
+        raise RuntimeError("planted")
+
+    def allocate(self, plan, confidence, draft):
+        raise RuntimeError("planted")

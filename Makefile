@@ -1,0 +1,45 @@
+# The project's whole workflow. Every target makes what it needs; `make demo` and `make test` are the two to start with.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPTS ?=
+SMOLLM2 := build/smollm2-135m
+export OMP_NUM_THREADS ?= $(shell nproc)
+
+.PHONY: demo test test-all lint types bench venv clean
+
+demo: venv $(SMOLLM2)/config.json  ## serve real prompts three ways and compare
+	$(BIN)/python -m examples.demo $(if $(PROMPTS),--prompts $(PROMPTS))
+
+test: venv lint types  ## everything that runs in under 20 minutes on two cores
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: venv lint types  ## also what takes longer: the large chi-square samples, the full kernel comparison
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.allocate
+
+venv: $(VENV)/ready
+
+# Reused while the requirements and the package's entry points are unchanged.
+$(VENV)/ready: requirements/cpu.txt setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/sglang.txt -e .
+	touch $@
+
+$(SMOLLM2)/config.json: examples/smollm2/convert.py | venv
+	$(BIN)/python -m examples.smollm2.convert --output $(SMOLLM2)
+
+clean:
+	rm -rf build $(VENV)

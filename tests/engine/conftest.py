@@ -1,0 +1,97 @@
+"""Fixtures of the engine tests: real SGLang servers on tiny models, and what plain decoding says."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.launch import Server
+from tests import tiny
+from tests.tiny import TinyPairs
+
+NEW_TOKENS = 48
+
+
+@pytest.fixture(scope="session")
+def pairs() -> TinyPairs:
+    return tiny.build()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """16 token prompts of 1 to 90 tokens; four share a prefix of 40, four another that ends inside a page of 16."""
+    random = Random(1)
+
+    def ids(count: int) -> list[int]:
+        return [random.randrange(20, 80) for _ in range(count)]
+
+    long, short = ids(40), ids(21)
+    return [
+        *[long + ids(k) for k in (1, 3, 20, 50)],
+        *[short + ids(k) for k in (1, 2, 11, 30)],
+        *[ids(k) for k in (1, 2, 5, 15, 16, 17, 33, 64)],
+    ]
+
+
+class Switch:
+    """A server whose verify policy a test can switch while it runs (tests.engine.policies.Switch)."""
+
+    def __init__(self, server: Server, file: Path) -> None:
+        self.server, self.file = server, file
+
+    def to(self, policy: str) -> Server:
+        self.file.write_text(policy)
+        return self.server
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Iterator[Callable[..., Switch]]:
+    """Starts a DSPARK server under the Switch policy; it ends with the test."""
+    running: list[Server] = []
+
+    def start(target: Path, draft: Path | None, *args: str) -> Switch:
+        file = tmp_path / "policy"
+        file.write_text("own")
+        server = dspark(
+            target, draft, *args, env={"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
+        )
+        running.append(server)
+        server.wait_ready()
+        return Switch(server, file)
+
+    yield start
+    for server in running:
+        server.close()
+
+
+def dspark(target: Path, draft: Path | None, *args: str, env: dict[str, str] | None = None) -> Server:
+    """A DSPARK server that is starting up."""
+    given = ["--speculative-draft-model-path", str(draft)] if draft else []
+    return Server(
+        *base(target), "--speculative-algorithm", "DSPARK", *given, *args, env={"DSPARK_PROFILE_SECONDS": "2", **(env or {})}
+    )
+
+
+def base(target: Path) -> list[str]:
+    """Model and a KV pool of 8,192 tokens, enough for 16 requests with room for 48 to wait."""
+    return ["--model-path", str(target), "--max-total-tokens", "8192", "--max-running-requests", "16"]
+
+
+@pytest.fixture(scope="session")
+def plain(pairs: TinyPairs) -> Iterator[Server]:
+    """The same target without speculation."""
+    with Server(*base(pairs.target)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def expected(plain: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy output of plain decoding, per prompt."""
+    return greedy(plain, prompts)
+
+
+def greedy(server: Server, prompts: list[list[int]], users: int | None = None) -> list[list[int]]:
+    """Greedy output tokens of each prompt, never ending early."""
+    replies = server.generate_all(prompts, users, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    return [reply["output_ids"] for reply in replies]

@@ -1,0 +1,67 @@
+"""Greedy float32 output is token-identical to plain decoding, whatever is verified."""
+
+import pytest
+
+from tests.engine.conftest import greedy
+
+POLICIES = ("none", "all", "random", "depths", "own")
+
+
+def check(switch, expected, prompts):
+    for policy in POLICIES:
+        server = switch.to(policy)
+        for users in (1, 5, 16):
+            server.flush()
+            some = prompts if users > 1 else prompts[::5]
+            want = expected if users > 1 else expected[::5]
+            assert greedy(server, some, users) == want, (policy, users)
+    assert switch.server.info()["dspark"]["faults"] == {}
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_greedy_output_is_plain_decoding_at_every_depth(switch, pairs, expected, prompts, steps):
+    running = switch(pairs.target, pairs.eagle3, "--speculative-num-steps", str(steps))
+    check(running, expected, prompts)
+    depths = running.server.info()["dspark"]["depths"]
+    assert {int(depth) for depth in depths} == set(range(steps + 1))
+
+
+@pytest.mark.parametrize("steps", (1, 3, 8))
+def test_greedy_output_is_plain_decoding_with_pages_of_16(switch, pairs, expected, prompts, steps, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # SGLang's paged allocator is a Triton kernel
+    check(
+        switch(pairs.target, pairs.eagle3, "--speculative-num-steps", str(steps), "--page-size", "16"), expected, prompts
+    )
+
+
+@pytest.mark.parametrize("draft", ("eagle", "eagle3_full"))
+def test_greedy_output_is_plain_decoding_with_every_kind_of_draft(switch, pairs, expected, prompts, draft):
+    running = switch(pairs.target, getattr(pairs, draft), "--speculative-num-steps", "4")
+    check(running, expected, prompts)
+    assert running.server.info()["dspark"]["accepted"] > 0  # a draft run under the wrong algorithm accepts nothing
+
+
+def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts):
+    running = switch(
+        pairs.target, pairs.eagle3_full, "--speculative-num-steps", "4", "--speculative-use-rejection-sampling"
+    )
+    check(running, expected, prompts)
+
+
+def test_the_target_sees_one_token_a_request_and_one_a_verified_draft(switch, pairs, prompts):
+    running = switch(pairs.target, pairs.eagle3, "--speculative-num-steps", "5")
+    for policy in ("none", "all", "random"):
+        before = running.server.info()["dspark"]
+        replies = running.to(policy).generate_all(prompts, temperature=0, max_new_tokens=24, ignore_eos=True)
+        after = running.server.info()["dspark"]
+        grew = {key: after[key] - before.get(key, 0) for key in ("requests", "verified", "target_tokens", "target_tokens_full")}
+        assert grew["target_tokens"] == grew["requests"] + grew["verified"], policy
+        assert {"none": 0, "all": 5 * grew["requests"]}.get(policy, grew["verified"]) == grew["verified"]
+        capped = sum(
+            length * count
+            for reply in replies
+            for length, count in enumerate(reply["meta_info"]["spec_cap_lens_histogram"])
+        )
+        # SGLang counts a request's last step only if it was still running when the step settled; none more, none less here.
+        assert capped == grew["target_tokens"], policy
+    assert grew["target_tokens"] < grew["target_tokens_full"]

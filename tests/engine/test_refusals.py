@@ -1,0 +1,133 @@
+"""What cannot work is refused before weights load, in one sentence that names flag, value and remedy."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.launch import CPU_FLAGS
+
+
+@pytest.fixture(scope="module")
+def resolve(pairs):
+    """Resolves server arguments in this process, as a server does before it loads anything."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+
+    def run(*args, draft=pairs.eagle3, target=pairs.target):
+        given = ["--speculative-draft-model-path", str(draft)] if draft else []
+        argv = ["--model-path", str(target), "--speculative-algorithm", "DSPARK", *given, *CPU_FLAGS, *args]
+        server_args = prepare_server_args(argv)
+        server_args.resolve_once()
+        return server_args
+
+    return run
+
+
+REFUSED = {
+    "tree": (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk 4"),
+    "no steps": (["--speculative-num-steps", "0"], "--speculative-num-steps 0"),
+    "too many steps": (["--speculative-num-steps", "17"], "--speculative-num-steps 17"),
+    "tokens and steps": (
+        ["--speculative-num-steps", "3", "--speculative-num-draft-tokens", "7"], "--speculative-num-draft-tokens 7"
+    ),
+    "pipeline parallel": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
+    "adaptive": (["--speculative-adaptive"], "--speculative-adaptive"),
+    "loose acceptance": (["--speculative-accept-threshold-single", "0.5"], "--speculative-accept-threshold-single 0.5"),
+    "backend": (
+        ["--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native"],
+        "--attention-backend torch_native",
+    ),
+    "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_option_that_cannot_work_is_refused(resolve, case):
+    args, names = REFUSED[case]
+    assert names in refusal(lambda: resolve(*args))
+
+
+@pytest.mark.parametrize("misfit", ("misfit_vocab", "misfit_hidden"))
+def test_a_draft_for_another_target_is_refused(resolve, pairs, misfit):
+    draft = getattr(pairs, misfit)
+    sentence = refusal(lambda: resolve(draft=draft))
+    assert str(draft) in sentence and "trained for this target" in sentence
+
+
+def test_a_missing_draft_is_refused(resolve, tmp_path):
+    assert "--speculative-draft-model-path is missing" in refusal(lambda: resolve(draft=None))
+    assert f"{tmp_path} cannot be read" in refusal(lambda: resolve(draft=tmp_path))
+
+
+def test_a_target_that_is_no_draft_is_refused(resolve, pairs, tmp_path):
+    other = tmp_path / "other"
+    other.symlink_to(pairs.target)
+    assert "not an EAGLE, EAGLE3, NEXTN or DSpark draft" in refusal(lambda: resolve(draft=other))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("DSPARK_PROFILE_SECONDS", "soon"), ("DSPARK_PROFILE_SECONDS", "nan"), ("DSPARK_POLICY", "x"), ("DSPARK_TYPO", "1")],
+)
+def test_an_environment_option_that_cannot_work_is_refused(resolve, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert name in refusal(resolve)
+
+
+def refusal(action):
+    """The sentence that ``action`` is refused with: one line, one full stop at its end."""
+    with pytest.raises(ValueError) as caught:
+        action()
+    sentence = str(caught.value)
+    assert sentence.endswith(".") and "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    "draft, algorithm", [("eagle3", "EAGLE3"), ("eagle3_full", "EAGLE3"), ("eagle", "EAGLE")]
+)
+def test_each_draft_gets_its_own_algorithm(resolve, pairs, draft, algorithm):
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    from sglang_dspark.engine.server_args import is_ours
+
+    server_args = resolve(draft=getattr(pairs, draft))
+    view = resolved_view(server_args)
+    assert view.speculative_algorithm == algorithm and is_ours(server_args)
+    assert (view.speculative_num_steps, view.speculative_num_draft_tokens, view.speculative_eagle_topk) == (5, 6, 1)
+
+
+def test_the_draft_inside_a_target_needs_no_path(resolve, pairs):
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view = resolved_view(resolve("--speculative-num-steps", "2", draft=None, target=pairs.nextn))
+    assert (view.speculative_algorithm, view.speculative_draft_model_path) == ("EAGLE", str(pairs.nextn))
+    assert view.speculative_num_steps == 2
+
+
+def test_a_refusal_on_the_command_line_is_one_sentence_and_no_traceback(pairs):
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(pairs.target), *CPU_FLAGS),
+        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(pairs.misfit_vocab)),
+    ]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "use a draft trained for this target." in done.stderr
+
+
+def test_another_sglang_version_refuses_dspark_and_nothing_else(monkeypatch):
+    from types import SimpleNamespace
+
+    from sglang_dspark import plugin
+
+    monkeypatch.setattr(plugin, "version", lambda _: "0.6.0")
+    assert "needs SGLang 0.5.23 and 0.6.0 is installed" in refusal(
+        lambda: plugin.refuse_version(SimpleNamespace(speculative_algorithm="dspark"))
+    )
+    plugin.refuse_version(SimpleNamespace(speculative_algorithm="EAGLE3"))
+    plugin.refuse_version(SimpleNamespace(speculative_algorithm=None))
