@@ -106,7 +106,7 @@ def chain_sample(
 def inverse_cdf(weights: Tensor, coins: Tensor) -> Tensor:
     """One index [R] per row of non-negative ``weights`` [R, V], by coins [R] in [0, 1); never one of weight zero."""
     cdf = weights.double().cumsum(1)
-    total = cdf[:, -1:]
+    total = cdf[:, -1:].contiguous()
     at = torch.searchsorted(cdf, coins.double()[:, None] * total, right=True)
     end = torch.searchsorted(cdf, total)  # first index that reaches the total: the last with weight
     return torch.minimum(at, end).squeeze(1)

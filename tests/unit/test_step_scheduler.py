@@ -1,0 +1,97 @@
+"""The step scheduler: what it plans from what it learnt, and that a slot's next request inherits nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dspark.cost import CostModel, CostTable
+from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler
+
+GAMMA = 4
+
+
+def batch(requests=3, generation=1, rule=0):
+    rows = np.arange(requests)
+    return StepBatch(rows, np.full(requests, generation), np.full(requests, rule), np.ones(requests, bool), 100)
+
+
+def scheduler(*, token_ms=0.01, draft_ms=0.01, fixed_ms=10.0):
+    it = StepScheduler(slots=8, gamma=GAMMA, device="cpu")
+    counts = (1, 64)
+    times = tuple((fixed_ms + token_ms * t) / 1e3 for t in counts)
+    it.cost = CostModel(CostTable(tokens=counts, seconds=times, draft_fixed=draft_ms / 1e3), max_depth=GAMMA)
+    return it
+
+
+def step(it, top, accepted_of, described=None):
+    """One step with top probability ``top`` everywhere; accepted_of(l) drafts of l verified are accepted."""
+    described = described or batch()
+    requests = len(described.slots)
+    plan = it.plan(described, torch.full((requests,), top))
+    seen = torch.full((requests, plan.depth), top)
+    confidence = it.confidence(seen, described.rule)
+    lens = it.allocate(plan, confidence)
+    it.launched(described, plan, seen, confidence, lens, int(lens.sum()))
+    it.settle(np.array([accepted_of(int(n) - 1) for n in lens]))
+    return plan, lens
+
+
+def test_without_a_profile_everything_drafted_is_verified():
+    it = scheduler()
+    it.cost = None
+    plan, lens = step(it, 0.9, lambda n: n)
+    assert plan.mode == "verify_all" and lens.tolist() == [1 + GAMMA] * 3
+
+
+def test_cheap_tokens_and_good_drafts_are_all_verified():
+    it = scheduler()
+    for _ in range(50):
+        plan, lens = step(it, 0.95, lambda n: n)
+    assert plan.depth == GAMMA and lens.tolist() == [1 + GAMMA] * 3
+
+
+def test_drafts_that_never_survive_end_in_no_draft_and_are_probed_again():
+    it = scheduler(draft_ms=2.0, token_ms=1.0)
+    plans = [step(it, 0.5, lambda n: 0)[0] for _ in range(300)]
+    assert plans[100].depth == 0
+    assert it.modes["probe"] >= 1 and it.modes["probe"] <= 300 // PROBE_STEPS + 2
+    back = [step(it, 0.5, lambda n: n)[0] for _ in range(4 * PROBE_STEPS)]
+    assert back[-1].depth > 0
+
+
+def test_a_slots_next_request_starts_from_the_prior():
+    it = scheduler()
+    step(it, 0.05, lambda n: 0, batch(generation=1))
+    mine, _ = it.history.lookup(it._step + 1, np.arange(3), np.full(3, 1), it._prior_rows(np.zeros(3, int)))
+    other, remap = it.history.lookup(it._step + 1, np.arange(3), np.full(3, 2), it._prior_rows(np.zeros(3, int)))
+    assert remap.tolist() == [-1] * 3
+    assert (mine[:, 0] < other[:, 0]).all()
+
+
+def test_greedy_and_sampled_requests_are_learnt_apart():
+    it = scheduler()
+    for _ in range(40):
+        step(it, 0.7, lambda n: n, batch(rule=0))
+        step(it, 0.7, lambda n: 0, batch(rule=1))
+    greedy, sampled = (it.confidence(torch.full((1, 1), 0.7), np.array([rule]))[0, 0] for rule in (0, 1))
+    assert greedy > 0.8 and sampled < 0.3
+
+
+def test_requests_under_grammar_or_penalties_do_not_move_the_pool():
+    it = scheduler()
+    odd = batch()._replace(clean=np.zeros(3, bool))
+    before = it.estimator.parameters().copy(), it.priors[0].values().copy()
+    for _ in range(20):
+        step(it, 0.7, lambda n: 0, odd)
+    assert np.array_equal(before[0], it.estimator.parameters()) and np.array_equal(before[1], it.priors[0].values())
+
+
+def test_counters_add_up():
+    it = scheduler()
+    for n in range(10):
+        step(it, 0.8, lambda verified, n=n: min(verified, n % 3))
+    info = it.info()
+    assert info["steps"] == 10 and info["requests"] == 30
+    assert info["target_tokens"] == info["requests"] + info["verified"]
+    assert info["produced"] == info["requests"] + info["accepted"]
+    assert info["accepted_length"] == pytest.approx(info["produced"] / info["requests"])
