@@ -1,4 +1,4 @@
-"""Package metadata. sglang and torch are used, never installed: the environment that serves already has the right builds."""
+"""Package metadata. sglang and torch are used, never installed: a serving environment already has the right builds."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 setup(
     name="sglang-dspark",
     version="0.1.0",
-    description="Confidence-scheduled speculative decoding for stock SGLang: --speculative-algorithm DSPARK for any draft",
+    description="Confidence-scheduled speculative decoding for stock SGLang: --speculative-algorithm DSPARK",
     long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -20,7 +20,7 @@ setup(
     extras_require={"report": ["matplotlib", "rich"]},
     entry_points={
         "sglang.srt.plugins": ["dspark = sglang_dspark.plugin:register"],
-        # SGLang's CPU engine binds sgl_kernel before it loads plugins; torch calls this one at the end of its own import.
+        # SGLang's CPU engine binds sgl_kernel before it loads plugins; torch calls this one as it is imported.
         "torch.backends": ["sglang_dspark_cpu = sglang_dspark.engine.cpu:autoload"],
         "console_scripts": ["sglang-dspark = sglang_dspark.cli:main"],
     },

@@ -1,7 +1,7 @@
 """Starts a real SGLang server on this machine's CPU, waits for it, talks to it and takes it down.
 
-Used by the demo, the benchmarks and the engine tests, so that all of them measure and test the same thing: the command a
-user would type.
+Used by the demo, the benchmarks and the engine tests, so that all of them measure and test the same thing: the command
+a user would type.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,22 @@ CPU_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHDYNAMO_DISABLE": "1",  # or the first EAGLE3 request compiles for 24 s
 }
-CPU_FLAGS = (
-    "--device cpu --dtype float32 --disable-cuda-graph --mem-fraction-static 0.5 --skip-server-warmup --log-level info "
-    "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx"
-).split()
+CPU_FLAGS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--disable-cuda-graph",
+    "--mem-fraction-static",
+    "0.5",
+    "--skip-server-warmup",
+    "--log-level",
+    "info",
+    "--prefill-attention-backend",
+    "intel_amx",
+    "--decode-attention-backend",
+    "intel_amx",
+]
 
 
 class Server:
@@ -116,12 +129,8 @@ class Server:
         """End the server and all its processes."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()

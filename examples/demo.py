@@ -1,4 +1,4 @@
-"""The main job, shown: real prompts through SGLang's own server, without speculation, with EAGLE3 as it is, with DSPARK.
+"""The main job, shown: real prompts through SGLang's own server: plain, with EAGLE3 as it is, and with DSPARK.
 
 Prints the answers and one table, and ends with 1 if DSPARK's greedy output was not that of plain decoding.
 """
@@ -17,6 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from benchmarks.launch import Server
+from benchmarks.prompts import tokenise
+from sglang_dspark.train.data import read_prompts
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent / "build" / "smollm2-135m"
@@ -50,11 +52,11 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(stderr=args.json)
     try:
-        prompts = read_prompts(args.prompts)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        console.print(f"--prompts {args.prompts} cannot be read ({error}); it needs lines of {{'turns': ['...']}}.")
+        prompts = [prompt.text for prompt in read_prompts(args.prompts)]
+    except (OSError, ValueError) as error:
+        console.print(f"--prompts {args.prompts} cannot be used: {error}.", markup=False)
         return 2
-    ids, tokenizer = tokenise(prompts)
+    ids, tokenizer = tokenise(prompts, TARGET)
     outcomes = {}
     for name, flags in MODES.items():
         with console.status(f"{name}: starting SGLang"):
@@ -73,24 +75,6 @@ def main() -> int:
         show_answers(console, prompts, outcomes["DSPARK"], tokenizer)
         show_table(console, rows)
     return 0 if rows["DSPARK"]["identical"] else 1
-
-
-def read_prompts(path: Path) -> list[str]:
-    """First user message of each line."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [json.loads(line)["turns"][0] for line in lines]
-
-
-def tokenise(prompts: list[str]) -> tuple[list[list[int]], Any]:
-    """Token ids of each prompt under the target's chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
-        for p in prompts
-    ]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], tokenizer
 
 
 def answer(server: Server, ids: list[list[int]], new_tokens: int) -> Outcome:

@@ -1,6 +1,6 @@
 """An SGLang frontend program on a DSPARK server: a fork of two tips, and a choice between two answers.
 
-    python -m examples.frontend --url http://127.0.0.1:30000
+python -m examples.frontend --url http://127.0.0.1:30000
 """
 
 import argparse

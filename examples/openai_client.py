@@ -1,6 +1,6 @@
 """The OpenAI client against a DSPARK server: nothing about it is different.
 
-    python -m examples.openai_client --url http://127.0.0.1:30000
+python -m examples.openai_client --url http://127.0.0.1:30000
 """
 
 import argparse

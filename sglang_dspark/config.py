@@ -43,7 +43,9 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     known = {"DSPARK_PROFILE_SECONDS", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
     for name in environ:
         if name.startswith("DSPARK_") and name not in known:
-            raise Refusal(f"{name}={environ[name]!r} is not an option of sglang-dspark; it has {', '.join(sorted(known))}.")
+            raise Refusal(
+                f"{name}={environ[name]!r} is not an option of sglang-dspark; it has {', '.join(sorted(known))}."
+            )
     policy = environ.get("DSPARK_POLICY") or None
     if policy is not None and policy.count(":") != 1:
         raise Refusal(f"DSPARK_POLICY={policy!r} must have the form module:factory.")

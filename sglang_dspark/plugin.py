@@ -30,6 +30,6 @@ def refuse_version(server_args: Any) -> None:
     """
     if str(server_args.speculative_algorithm).upper() == "DSPARK":
         raise Refusal(
-            f"--speculative-algorithm DSPARK of sglang-dspark needs SGLang {SUPPORTED_SGLANG} and {version('sglang')} is "
-            f"installed; install sglang=={SUPPORTED_SGLANG}, or set DSPARK_ALLOW_SGLANG={version('sglang')} to try it anyway."
+            f"--speculative-algorithm DSPARK of sglang-dspark needs SGLang {SUPPORTED_SGLANG} and {version('sglang')} "
+            f"is installed; install sglang=={SUPPORTED_SGLANG}, or try it with DSPARK_ALLOW_SGLANG={version('sglang')}."
         )

@@ -28,7 +28,7 @@ def text_config(config: Any) -> Any:
 
 
 def classify(draft: Any, path: str, *, is_target: bool) -> DraftKind:
-    """Kind of the draft with Hugging Face config ``draft`` at ``path``; ``is_target``: it is the target's own checkpoint.
+    """Kind of the draft with Hugging Face config ``draft`` at ``path``; ``is_target``: the target's own checkpoint.
 
     Raises:
         Refusal: the checkpoint is no draft that this algorithm can run.

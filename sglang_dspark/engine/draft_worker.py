@@ -1,8 +1,8 @@
 """SGLang's EAGLE draft worker, made to remember what its draft distribution shows before a token is sampled.
 
 SGLang throws the probability away for chains (topk_p is ones). Draft position 1 comes from the draft extend that runs
-after every verify and prefill, position k > 1 from the (k - 1)-th draft forward. Of each the largest probability is kept:
-it is known before x_k is sampled and does not depend on it, which sampled drafts need (design, exactness).
+after every verify and prefill, position k > 1 from the (k - 1)-th draft forward. Of each the largest probability is
+kept: it is known before x_k is sampled and does not depend on it, which sampled drafts need to stay exact.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from torch import Tensor
 
 
 def top_probability(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Nothing of ours stops a request: a fault in planning or bookkeeping is counted, logged once, and a safe value used."""
+"""Nothing of ours stops a request: a fault in planning or bookkeeping is counted, logged once, and made up for."""
 
 from __future__ import annotations
 

@@ -130,7 +130,8 @@ STARTUP = (
         "a backend without ragged rows would fail in, or silently spoil, the first step",
     ),
     Hook(
-        "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND, _create_worker,
+        "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND,
+        _create_worker,
         "run our worker where the user asked for DSPARK",
         "the draft would run on SGLang's plain EAGLE worker: correct, but never scheduled",
     ),

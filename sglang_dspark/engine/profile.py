@@ -1,7 +1,7 @@
 """Times dummy steps through the real target and draft runners at start-up, and fits the cost model from them.
 
-The dummies use request slots that no request holds yet, whose rows all point at the padding slot of the KV pool: nothing
-is allocated, and what is written there is never read.
+The dummies use request slots that no request holds yet, whose rows all point at the padding slot of the KV pool:
+nothing is allocated, and what is written there is never read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
@@ -31,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 REPEATS = 3  # the fit takes medians; three survive one outlier
 CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cost start-up time and add little
-# Beyond this many requests the grid's own points already give the slope; profiling the full table of a large server would
-# eat the time limit for rows that are rarely in use together.
+# Beyond this many requests the points measured already give the slope; those of a large server's full table would eat
+# the time limit for rows that are rarely in use together.
 MOST_REQUESTS = 64
 
 
@@ -64,7 +63,9 @@ def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]
                 before = time.perf_counter()
                 run()
                 _wait(worker.device)
-                samples.append(Sample(point.kind, point.requests, point.tokens, point.kv_tokens, time.perf_counter() - before))
+                samples.append(
+                    Sample(point.kind, point.requests, point.tokens, point.kv_tokens, time.perf_counter() - before)
+                )
     worker.draft_worker.set_depth(gamma)
     seconds = time.perf_counter() - start
     verified = [s for s in samples if s.kind == "verify"]
@@ -236,7 +237,9 @@ def _batch(
         positions=positions,
         spec_algorithm=runner.spec_algorithm,
         spec_info=info,
-        capture_hidden_mode=info.capture_hidden_mode if mode is not ForwardMode.DRAFT_EXTEND_V2 else CaptureHiddenMode.FULL,
+        capture_hidden_mode=info.capture_hidden_mode
+        if mode is not ForwardMode.DRAFT_EXTEND_V2
+        else CaptureHiddenMode.FULL,
         lora_ids=[None] * requests if runner.lora_manager is not None else None,
     )
     runner.kv_index_translator.bind_runner_slots(batch)

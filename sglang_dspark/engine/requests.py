@@ -11,7 +11,7 @@ from sglang_dspark.engine.scheduler import StepBatch
 
 
 class RequestTable:
-    """Which request holds which slot, its verify rule, and whether it counts in pooled statistics. About 80 bytes a slot."""
+    """Which request holds which slot, its verify rule, and whether it counts in pooled statistics. 80 bytes a slot."""
 
     def __init__(self, slots: int) -> None:
         self._holder: list[weakref.ref[Any] | None] = [None] * slots  # weak: a finished request must not be kept

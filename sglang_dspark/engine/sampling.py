@@ -77,8 +77,8 @@ def chain_sample(
         coins, final_coins: [R, W] and [R] float32, uniform in [0, 1).
 
     Returns:
-        accepted [R] int64 and token [R] int64. A draft x is accepted with min(1, p(x) / q(x)); after a rejection the token
-        comes from max(p - q, 0) normalised; after the last verified draft it comes from p (Leviathan et al. 2023,
+        accepted [R] int64 and token [R] int64. A draft x is accepted with min(1, p(x) / q(x)); after a rejection the
+        token comes from max(p - q, 0) normalised; after the last verified draft it comes from p (Leviathan et al. 2023,
         arXiv 2211.17192, algorithm 1).
     """
     requests, width, _ = target.shape
@@ -116,8 +116,8 @@ def filter_cpu(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | N
     """[R, W, V] probabilities under top-k, top-p and min-p (each [R]), normalised.
 
     In the order and with the cut-offs of SGLang's plain CPU sampler (layers/sampler.py,
-    top_k_top_p_min_p_sampling_from_probs_torch): top-k and top-p both on the full distribution, then min-p. Rows without
-    a limit are not touched, and greedy rows (top-k 1) not sorted.
+    top_k_top_p_min_p_sampling_from_probs_torch): top-k and top-p both on the full distribution, then min-p. Rows
+    without a limit are not touched, and greedy rows (top-k 1) not sorted.
     """
     greedy = top_ks.flatten() == 1
     limited = (top_ks.flatten() < probs.shape[-1]) | (top_ps.flatten() < 1.0)

@@ -15,8 +15,8 @@ from sglang_dspark.cost import CostModel
 from sglang_dspark.kernels.allocate import allocate
 from sglang_dspark.schedule import ConfidenceHistory, Plan, plan_joint
 
-# A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe, one
-# depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
+# A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe,
+# one depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
 PROBE_STEPS = 128
 
 
@@ -178,9 +178,7 @@ class StepScheduler:
     def _evaluate(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
         rules = torch.from_numpy(rule).to(top_prob.device)
         parameters = torch.from_numpy(self.estimator.parameters()).to(top_prob.device)
-        return torch.stack(
-            [evaluate(top_prob[:, k], k, rules, parameters) for k in range(top_prob.shape[1])], dim=1
-        )
+        return torch.stack([evaluate(top_prob[:, k], k, rules, parameters) for k in range(top_prob.shape[1])], dim=1)
 
     def info(self) -> dict[str, Any]:
         """Plan, counters and estimates, as plain JSON types."""

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, resolve_ragged_verify_layout
+from torch import Tensor
 
 
 class RaggedRows(NamedTuple):
@@ -52,9 +51,9 @@ def ragged_rows(verify_lens: Tensor, width: int) -> RaggedRows | None:
 def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
     """End each request's chain at its verify length, in place, and attach the rows to the verify input.
 
-    ``retrieve_next_token`` [R, width] is what the greedy and target-only samplers and the grammar walk; the sampled-draft
-    rule reads draft probabilities, and a zero row there makes it sample from the target, which is what a position that
-    was never proposed must do (a residual would be biased).
+    ``retrieve_next_token`` [R, width] is what the greedy and argmax-draft samplers and the grammar walk; the rule for
+    sampled drafts reads draft probabilities, and a zero row there makes it sample from the target, which is what a
+    position that was never proposed must do (a residual would be biased).
     """
     past = torch.arange(1, rows.width + 1, device=rows.kept.device) >= rows.layout.verify_lens[:, None]
     verify_input.retrieve_next_token = verify_input.retrieve_next_token.masked_fill(past, -1)

@@ -1,6 +1,6 @@
 """The worker behind --speculative-algorithm DSPARK: SGLang's EAGLE worker, with a plan before and a schedule inside.
 
-A decode step is: plan depth and budget, draft, allocate the budget by the newest confidence, verify ragged, draft extend.
+A decode step: plan depth and budget, draft, allocate the budget by the newest confidence, verify ragged, draft extend.
 Drafting, acceptance, KV and output stay SGLang's (EAGLEWorkerV2); prefill is untouched.
 """
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from torch import Tensor
 
 from sglang_dspark.config import read_options
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
@@ -77,9 +76,7 @@ class DSparkWorker(EAGLEWorkerV2):
         result = super().forward_batch_generation(batch, *args, **kwargs)
         if batch.seq_lens.is_cpu:  # elsewhere the host does not see when the step ended
             seconds = time.perf_counter() - start
-            self.faults.run(
-                "timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: None
-            )
+            self.faults.run("timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: None)
         return result
 
     def _make_plan(self, batch: Any) -> Plan:

@@ -69,7 +69,12 @@ def dspark(target: Path, draft: Path | None, *args: str, env: dict[str, str] | N
     """A DSPARK server that is starting up."""
     given = ["--speculative-draft-model-path", str(draft)] if draft else []
     return Server(
-        *base(target), "--speculative-algorithm", "DSPARK", *given, *args, env={"DSPARK_PROFILE_SECONDS": "2", **(env or {})}
+        *base(target),
+        "--speculative-algorithm",
+        "DSPARK",
+        *given,
+        *args,
+        env={"DSPARK_PROFILE_SECONDS": "2", **(env or {})},
     )
 
 

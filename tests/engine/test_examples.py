@@ -19,7 +19,11 @@ def server(pairs):
 def test_an_example_program_runs_on_a_dspark_server(server, program):
     before = server.info()["dspark"].get("steps", 0)
     done = subprocess.run(
-        [sys.executable, "-m", program, "--url", server.url], env=os.environ, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", program, "--url", server.url],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()

@@ -3,13 +3,14 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 
 import pytest
 import requests
 
-from tests.engine.conftest import base, dspark, greedy
 from benchmarks.launch import Server
+from tests.engine.conftest import base, dspark, greedy
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +100,13 @@ def test_a_thousand_requests_with_aborts_give_every_slot_back(server, prompts, e
                 tokens = tokens.get("output_ids", []) if isinstance(tokens, dict) else []
             return tokens == expected[i % 16][: len(tokens)]
         if i % 4 == 1:  # the client goes away
-            try:
+            with suppress(requests.RequestException):
                 requests.post(f"{server.url}/generate", json=body | {"stream": True}, timeout=0.3, stream=True).close()
-            except requests.RequestException:
-                pass
             return True
-        return requests.post(f"{server.url}/generate", json=body, timeout=300).json()["output_ids"] == expected[i % 16][:length]
+        return (
+            requests.post(f"{server.url}/generate", json=body, timeout=300).json()["output_ids"]
+            == expected[i % 16][:length]
+        )
 
     with ThreadPoolExecutor(32) as pool:
         assert all(pool.map(one, range(1000)))
@@ -122,9 +124,7 @@ def test_retraction_changes_nothing(pairs, prompts, expected):
 
 
 def test_a_fault_of_ours_is_counted_and_stops_no_request(pairs, prompts, expected):
-    with dspark(
-        pairs.target, pairs.eagle3, env={"DSPARK_POLICY": "tests.engine.policies:Broken"}
-    ) as server:
+    with dspark(pairs.target, pairs.eagle3, env={"DSPARK_POLICY": "tests.engine.policies:Broken"}) as server:
         assert greedy(server, prompts) == expected
         faults = server.info()["dspark"]["faults"]
         assert faults["plan"] > 0 and faults["allocation"] > 0

@@ -30,7 +30,9 @@ FILTERS = (
 @pytest.fixture(scope="module", params=("argmax", "sampled"))
 def server(request, pairs):
     rule = REJECTION if request.param == "sampled" else ()
-    with dspark(pairs.chi_target, pairs.chi_eagle3, "--speculative-num-steps", "3", "--disable-radix-cache", *rule) as it:
+    with dspark(
+        pairs.chi_target, pairs.chi_eagle3, "--speculative-num-steps", "3", "--disable-radix-cache", *rule
+    ) as it:
         yield it
 
 
@@ -41,7 +43,9 @@ def target(pairs):
     return AutoModelForCausalLM.from_pretrained(pairs.chi_target, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("sampling", FILTERS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()) or "temperature=1")
+@pytest.mark.parametrize(
+    "sampling", FILTERS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()) or "temperature=1"
+)
 def test_sampled_output_has_the_targets_distribution(server, target, sampling):
     before = server.info()["dspark"]
     found = sample(server, SAMPLES, **sampling)
@@ -73,7 +77,7 @@ def test_the_statistic_knows_right_from_wrong(target):
         return Counter(zip(*(axis.tolist() for axis in np.unravel_index(draws, expected.shape)), strict=True))
 
     assert p_value(drawn(flat), expected) > ALPHA
-    assert p_value(drawn(flat ** 1.1), expected) < ALPHA  # as if at temperature 0.91
+    assert p_value(drawn(flat**1.1), expected) < ALPHA  # as if at temperature 0.91
 
 
 def sample(server, count, **sampling):

@@ -1,4 +1,4 @@
-"""The chain sampler keeps the target's distribution under every cut of the chain, and filters as SGLang's plain sampler."""
+"""The chain sampler keeps the target's distribution under every cut of the chain, and filters as SGLang's plain one."""
 
 import pytest
 import torch

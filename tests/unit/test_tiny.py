@@ -17,7 +17,7 @@ from tests.tiny.drafts import rollout
 from tests.tiny.language import make_language
 from tests.tiny.model import Llama, generate
 from tests.tiny.prompts import beginnings, ending
-from tests.tiny.simulate import draft_chains, mean_accepted_length
+from tests.tiny.simulate import Chains, draft_chains, mean_accepted_length
 from tests.tiny.tokenizer import END, syllable_tokenizer
 
 PROMPT, GENERATED = 20, 120
@@ -58,6 +58,11 @@ def greedy(target: Llama, end: int) -> Tensor:
     """Greedy continuations of 48 sampled prompts, int64 [48, PROMPT + GENERATED]."""
     prompts = speak(target, torch.full((48, 1), end), PROMPT - 1, 1.0)
     return speak(target, prompts, GENERATED, 0.0)
+
+
+def chains_of(folder: Path, target: Llama, texts: Tensor, steps: int) -> Chains:
+    draft, own = load_draft(folder)
+    return draft_chains(draft, target, texts, steps, own)
 
 
 def test_any_text_survives_the_tokenizer(pairs: TinyPairs):
@@ -111,10 +116,8 @@ def test_sampled_output_ends_now_and_then(target: Llama, greedy: Tensor, end: in
 
 
 @pytest.mark.parametrize("name", TALKING_DRAFTS)
-def test_acceptance_is_worth_drafting_and_depends_on_context(
-    pairs: TinyPairs, target: Llama, greedy: Tensor, name: str
-):
-    chains = draft_chains(*_with(target, pairs, name, greedy), steps=8)
+def test_acceptance_is_useful_and_varies_with_context(pairs: TinyPairs, target: Llama, greedy: Tensor, name: str):
+    chains = chains_of(getattr(pairs, name), target, greedy, 8)
     assert 2.0 < mean_accepted_length(chains, 5, PROMPT) < 4.5
     reached = chains.hits[:, PROMPT:].long().cumprod(-1).sum((0, 1))
     conditional = reached[1:] / reached[:-1]
@@ -124,11 +127,6 @@ def test_acceptance_is_worth_drafting_and_depends_on_context(
     assert sum(rate > 0.95 for rate in rates) >= 5
     assert sum(rate < 0.5 for rate in rates) >= 5
     assert min(rates) < 0.3
-
-
-def _with(target: Llama, pairs: TinyPairs, name: str, texts: Tensor):
-    draft, own = load_draft(getattr(pairs, name))
-    return draft, target, texts, own
 
 
 def test_reduced_vocabulary_holds_the_end_but_not_all_that_is_said(pairs: TinyPairs, greedy: Tensor, end: int):
@@ -145,7 +143,7 @@ def test_drafts_run_through_the_end_token(pairs: TinyPairs, target: Llama, end: 
     prompt = torch.tensor([syllable_tokenizer().encode(ending()).ids[-90:]])
     texts = speak(target, prompt, 12, 0.0)
     assert (texts[0, prompt.shape[1] :] == end).nonzero()[0] == 5
-    accepted = draft_chains(*_with(target, pairs, name, texts), steps=5).accepted(5)
+    accepted = chains_of(getattr(pairs, name), target, texts, 5).accepted(5)
     assert accepted[0, prompt.shape[1] - 1] == 5  # the bonus is the first written token; the end is the chain's fifth
 
 
@@ -189,17 +187,16 @@ def _elsewhere(folder: Path) -> TinyPairs:
     return TinyPairs(**{field.name: folder / field.name for field in fields(TinyPairs)})
 
 
-def test_two_builds_of_the_chi_pair_are_identical(tmp_path: Path):
-    first, second = _elsewhere(tmp_path / "first"), _elsewhere(tmp_path / "second")
-    for pairs in (first, second):
-        with reproducible():
-            build_chi(pairs)
+def test_building_the_chi_pair_again_gives_the_same_weights(pairs: TinyPairs, tmp_path: Path):
+    again = _elsewhere(tmp_path)
+    with reproducible():
+        build_chi(again)
     for name in ("chi_target", "chi_eagle3"):
-        assert _weights(first, name) == _weights(second, name)
+        assert _weights(pairs, name) == _weights(again, name)
 
 
 @pytest.mark.long
-def test_two_builds_of_the_talking_pairs_are_identical(pairs: TinyPairs, tmp_path: Path):
+def test_building_the_talking_pairs_again_gives_the_same_weights(pairs: TinyPairs, tmp_path: Path):
     again = _elsewhere(tmp_path)
     with reproducible():
         build_talking(again)
