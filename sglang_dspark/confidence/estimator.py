@@ -1,6 +1,6 @@
 """Confidence without a trained head: the draft's top probability, corrected per position by what was accepted."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ EDGE = 1e-4
 HALF_LIFE = 2048.0
 # Where nothing was seen: the draft's own probability (a = 0, b = 1), held as firmly as about twenty observations would.
 _START = np.array([0.0, 1.0])
-_HOLD = np.diag([4.0, 8.0])
+_HOLD = np.array([4.0, 0.0, 8.0])  # precision of a, of a with b, of b
 # a shifts the odds by at most e^6, b never turns the order of probabilities round.
 _LOWEST, _HIGHEST = np.array([-6.0, 0.0]), np.array([6.0, 4.0])
 
@@ -45,13 +45,13 @@ class DraftConfidence:
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
-        # Row gamma of each rule is the fit pooled over positions.
-        self._theta = np.tile(_START, (len(RULES), gamma + 1, 1))
-        self._precision = np.tile(_HOLD, (len(RULES), gamma + 1, 1, 1))
+        rules = len(RULES)
+        self._pooled = _Fit(np.tile(_START, (rules, 1)), np.tile(_HOLD, (rules, 1)))
+        self._positions = _Fit(np.tile(_START, (rules * gamma, 1)), np.tile(_HOLD, (rules * gamma, 1)))
 
     def parameters(self) -> NDArray[np.float32]:
         """[2 rules, gamma, 2] float32: a and b."""
-        return self._theta[:, : self.gamma].astype(np.float32)
+        return self._positions.theta.reshape(len(RULES), self.gamma, 2).astype(np.float32)
 
     def observe(
         self,
@@ -66,51 +66,57 @@ class DraftConfidence:
         top_prob: [R, gamma], positions not drafted may hold anything. rule: [R], index into RULES. accepted, verified:
         [R] draft tokens, anchor and bonus excluded. weight_mask: [R], 0 keeps a request out (grammar, penalties, bias).
         """
-        position = np.arange(1, self.gamma + 1)
-        seen = position <= np.minimum(verified, np.asarray(accepted) + 1)[:, None]
+        rule, accepted = np.asarray(rule), np.asarray(accepted)
+        seen = np.arange(self.gamma) < np.minimum(verified, accepted + 1)[:, None]
         seen &= np.isfinite(top_prob)
         if weight_mask is not None:
             seen &= (np.asarray(weight_mask) > 0)[:, None]
-        bounded = np.clip(np.where(seen, top_prob, 0.5), EDGE, 1 - EDGE).astype(np.float64)
+        row, position = np.nonzero(seen)
+        if not len(row):
+            return
+        bounded = np.minimum(np.maximum(top_prob[row, position], EDGE), 1 - EDGE).astype(np.float64)
         logit = np.log(bounded / (1 - bounded))
-        label = (position <= np.asarray(accepted)[:, None]).astype(np.float64)
-        for index in range(len(RULES)):
-            here = seen & (np.asarray(rule) == index)[:, None]
-            if here.any():
-                self._step(index, logit, label, here.astype(np.float64))
-
-    def _step(self, rule: int, logit: Doubles, label: Doubles, weight: Doubles) -> None:
-        """One Newton step of a rule's fits; logit, label, weight: [R, gamma]."""
-        gamma = self.gamma
-        # The pooled fit first, on its own parameters, then every position towards it.
-        before = self._theta[rule, gamma].copy()
-        sums = _sums(logit, label, weight, before[None])
-        self._update(rule, slice(gamma, None), [part.sum(0, keepdims=True) for part in sums], _START, np.zeros(2))
-        centre = self._theta[rule, gamma]
-        sums = _sums(logit, label, weight, self._theta[rule, :gamma])
-        self._update(rule, slice(0, gamma), sums, centre, centre - before)
-
-    def _update(self, rule: int, rows: slice, sums: Sequence[Doubles], centre: Doubles, shift: Doubles) -> None:
-        """Posterior after a batch; centre: what the rows lean on, shift: how far that has just moved, both [2]."""
-        gradient, curvature, count = sums
-        keep = np.exp(-np.log(2.0) / HALF_LIFE * count)[:, None]
-        theta, precision = self._theta[rule, rows], self._precision[rule, rows]
-        precision = keep[..., None] * precision + (1 - keep[..., None]) * _HOLD + curvature
-        # The hold is part of every precision. It carries a row along with its centre, fully where nothing was seen, and
-        # takes over what is forgotten.
-        pull = ((1 - keep) * (centre - theta) + shift) @ _HOLD
-        move = np.linalg.solve(precision, (gradient + pull)[..., None])[..., 0]
-        # A batch far from the fit may overshoot; beyond a step of 1 the curvature found here no longer holds.
-        self._theta[rule, rows] = np.clip(theta + np.clip(move, -1.0, 1.0), _LOWEST, _HIGHEST)
-        self._precision[rule, rows] = precision
+        label = position < accepted[row]
+        before = self._pooled.theta
+        self._pooled = _learn(self._pooled, rule[row], logit, label, _START[None], np.zeros((1, 2)))
+        centre = self._pooled.theta.repeat(self.gamma, axis=0)
+        shift = (self._pooled.theta - before).repeat(self.gamma, axis=0)
+        group = rule[row] * self.gamma + position
+        self._positions = _learn(self._positions, group, logit, label, centre, shift)
 
 
-def _sums(logit: Doubles, label: Doubles, weight: Doubles, theta: Doubles) -> tuple[Doubles, Doubles, Doubles]:
-    """Log likelihood at theta [gamma or 1, 2]: gradient [gamma, 2], curvature [gamma, 2, 2], observations [gamma]."""
-    probability = 1.0 / (1.0 + np.exp(-(theta[:, 0] + theta[:, 1] * logit)))
-    error = weight * (label - probability)
-    spread = weight * probability * (1 - probability)
-    gradient = np.stack([error.sum(0), (error * logit).sum(0)], axis=-1)
-    cross, square = (spread * logit).sum(0), (spread * logit * logit).sum(0)
-    curvature = np.stack([np.stack([spread.sum(0), cross], -1), np.stack([cross, square], -1)], -2)
-    return gradient, curvature, weight.sum(0)
+class _Fit(NamedTuple):
+    """Posterior of m independent fits."""
+
+    theta: Doubles  # [m, 2] a and b
+    precision: Doubles  # [m, 3] of a, of a with b, of b
+
+
+def _learn(
+    fit: _Fit, group: NDArray[np.integer], logit: Doubles, label: NDArray[np.bool_], centre: Doubles, shift: Doubles
+) -> _Fit:
+    """The fits after a batch of observations [n], each counted for the fit in group [n].
+
+    centre: [m, 2] what each fit leans on; shift: [m, 2] how far that has moved since the last batch.
+    """
+    size = len(fit.theta)
+
+    def total(values: Doubles | None) -> Doubles:
+        return np.bincount(group, values, minlength=size).astype(np.float64, copy=False)
+
+    a, b = fit.theta.T
+    probability = 1.0 / (1.0 + np.exp(-(a[group] + b[group] * logit)))
+    error, spread = label - probability, probability * (1 - probability)
+    forget = 1 - np.exp(-np.log(2.0) / HALF_LIFE * total(None))[:, None]
+    spread_logit = spread * logit
+    curvature = np.stack([total(spread), total(spread_logit), total(spread_logit * logit)], axis=1)
+    precision = fit.precision + forget * (_HOLD - fit.precision) + curvature
+    # The hold is part of every precision: it carries a fit along with its centre, fully where nothing was seen, and
+    # takes over what is forgotten.
+    pull = (forget * (centre - fit.theta) + shift) * _HOLD[[0, 2]]
+    gain_a, gain_b = total(error) + pull[:, 0], total(error * logit) + pull[:, 1]
+    aa, ab, bb = precision.T
+    move = np.stack([bb * gain_a - ab * gain_b, aa * gain_b - ab * gain_a], axis=1) / (aa * bb - ab * ab)[:, None]
+    # A batch far from the fit may overshoot; beyond a step of 1 the curvature found here no longer holds.
+    theta = np.clip(fit.theta + np.clip(move, -1.0, 1.0), _LOWEST, _HIGHEST)
+    return _Fit(theta, precision)

@@ -2,9 +2,13 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from sglang_dspark.kernels.allocate_reference import allocate_reference
+from sglang_dspark.kernels.allocate_cpu import allocate_cpu
+
+# Rows and positions the kernel is made for: 4096 requests in a batch, 16 drafted positions.
+MAX_REQUESTS, MAX_GAMMA = 4096, 16
 
 
 class Allocation(NamedTuple):
@@ -25,13 +29,41 @@ def allocate(
 ) -> Allocation:
     """Verifies the `budget` draft tokens most likely to survive, all requests together.
 
-    confidence: [H, gamma] float32 of the newest draft. remap: [R] int64, the row of each request in it, -1 if it has none.
-    prior: [gamma] float32, counted for those. budget: scalar int32 on the same device; above what exists it verifies all.
-    depth: only the first positions were drafted. out: written in place, for CUDA graphs.
+    confidence: [H, gamma] float32 of the newest draft. remap: [R] int64, the row of each request in it, -1 for none.
+    prior: [gamma] float32, counted for those. budget: scalar int32 on the same device; above what exists it verifies
+    all. depth: only the first positions were drafted (all by default). out: filled instead of new tensors.
+
+    NaN, negative and above-1 confidence count as 0, 0 and 1; a survival of 0 is never chosen. Survival never rises
+    along a row, so what is chosen of a row is a prefix. On a GPU one launch, nothing read back, shapes free of the data:
+    it can be captured into a CUDA graph (give `out`). Raises ValueError for shapes or types other than these.
     """
-    lens, indptr = allocate_reference(confidence, remap, prior, budget, depth=depth)
+    requests, gamma = remap.shape[0], confidence.shape[1]
+    depth = gamma if depth is None else depth
+    if confidence.dtype != torch.float32 or prior.dtype != torch.float32 or remap.dtype != torch.int64:
+        raise ValueError(
+            "allocate needs float32 confidence and prior and int64 remap, "
+            f"got {confidence.dtype}, {prior.dtype}, {remap.dtype}."
+        )
+    if prior.shape[0] != gamma or not 0 <= depth <= gamma or gamma > MAX_GAMMA or requests > MAX_REQUESTS:
+        raise ValueError(
+            f"allocate takes up to {MAX_REQUESTS} requests and {MAX_GAMMA} positions, a prior for each position and a "
+            f"depth within them; got {requests} requests, {gamma} positions, prior {len(prior)}, depth {depth}."
+        )
+    if confidence.is_cpu:
+        lens, indptr = allocate_cpu(confidence.numpy(), remap.numpy(), prior.numpy(), int(budget), depth)
+        made = Allocation(torch.from_numpy(lens), torch.from_numpy(indptr))
+        if out is None:
+            return made
+        out.verify_lens.copy_(made.verify_lens)
+        out.qo_indptr.copy_(made.qo_indptr)
+        return out
     if out is None:
-        return Allocation(lens, indptr)
-    out.verify_lens.copy_(lens)
-    out.qo_indptr.copy_(indptr)
+        out = Allocation(
+            torch.empty(requests, dtype=torch.int32, device=confidence.device),
+            torch.empty(requests + 1, dtype=torch.int32, device=confidence.device),
+        )
+    # Triton is there wherever there is a GPU, and not everywhere else.
+    from sglang_dspark.kernels.allocate_triton import allocate_triton
+
+    allocate_triton(confidence, remap, prior, budget, depth, out.verify_lens, out.qo_indptr)
     return out

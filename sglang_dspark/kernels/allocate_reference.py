@@ -1,11 +1,11 @@
-"""Plain torch reference of the allocation: exact top-B of survival by sorting. What the other paths must equal bit for bit."""
+"""Plain torch reference of the allocation: exact top-B of survival by sorting. Other paths must equal it to the bit."""
 
 import torch
 from torch import Tensor
 
 
 def survival_rows(confidence: Tensor, remap: Tensor, prior: Tensor, depth: int) -> Tensor:
-    """Survival of each request, [R, depth] float32: sanitised confidence (or the prior where remap is -1), multiplied left to right."""
+    """Survival [R, depth] float32: sanitised confidence (the prior where remap is -1), multiplied left to right."""
     table = torch.cat([confidence, prior[None]]).to(torch.float32)
     rows = table[torch.where(remap < 0, len(confidence), remap)][:, :depth]
     rows = torch.where(rows > 0, rows.clamp(max=1.0), 0.0)
