@@ -137,6 +137,15 @@ def _refuse_unsupported(cfg: Any) -> None:
         )
     if cfg.pp_size != 1:
         raise Refusal(f"--pipeline-parallel-size {cfg.pp_size} is not supported with DSPARK; give 1 and use --tp-size.")
+    if cfg.enable_dp_attention:
+        raise Refusal(
+            "--enable-dp-attention lets ranks idle while others draft, and DSPARK's depth differs by step; leave it out."
+        )
+    if cfg.disaggregation_mode != "null":
+        raise Refusal(
+            f"--disaggregation-mode {cfg.disaggregation_mode} does not carry the confidence to the decode server; "
+            "leave it out with DSPARK."
+        )
     if cfg.speculative_adaptive:
         raise Refusal("--speculative-adaptive moves the depth by itself, as DSPARK does; leave it out.")
     if cfg.enable_multi_layer_eagle:

@@ -15,7 +15,15 @@ from tests.engine.conftest import base, dspark, greedy
 
 @pytest.fixture(scope="module")
 def server(pairs):
-    running = dspark(pairs.target, pairs.eagle3, "--speculative-num-steps", "4", "--chunked-prefill-size", "32")
+    running = dspark(
+        pairs.target,
+        pairs.eagle3,
+        "--speculative-num-steps",
+        "4",
+        "--chunked-prefill-size",
+        "32",
+        "--enable-mixed-chunk",
+    )
     with running:
         yield running
 

@@ -42,6 +42,8 @@ REFUSED = {
         "--attention-backend torch_native",
     ),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
+    "data-parallel attention": (["--enable-dp-attention"], "--enable-dp-attention"),
+    "disaggregation": (["--disaggregation-mode", "decode"], "--disaggregation-mode decode"),
 }  # fmt: skip
 
 

@@ -1,0 +1,107 @@
+"""The ragged layout: what goes to the target, what comes back, and where a chain ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows
+
+
+def lens_and_width():
+    return st.integers(1, 9).flatmap(
+        lambda width: st.tuples(st.lists(st.integers(1, width), min_size=1, max_size=12), st.just(width))
+    )
+
+
+@given(lens_and_width())
+def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
+    lens, width = case
+    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width)
+    if sum(lens) == len(lens) * width:
+        assert rows is None
+        return
+    want = [r * width + j for r, n in enumerate(lens) for j in range(n)]
+    assert rows.kept.tolist() == want
+    starts = [sum(lens[:r]) for r in range(len(lens) + 1)]
+    assert rows.layout.qo_indptr_device.tolist() == starts
+    assert rows.layout.extend_start_loc.tolist() == starts[:-1]
+    compact = torch.arange(1.0, len(want) + 1)[:, None] * torch.ones(1, 3)
+    uniform = scatter_rows(compact, rows)
+    assert uniform.shape == (len(lens) * width, 3)
+    assert torch.equal(uniform[rows.kept], compact)
+    assert uniform.sum() == compact.sum()  # everything else is zero
+
+
+@given(lens_and_width())
+def test_the_layout_is_the_one_sglang_builds_for_the_same_lengths(case):
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+    lens, width = case
+    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width)
+    if rows is None:
+        return
+    stock = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=torch.device("cpu"), grid=[sum(lens)])
+    for name in ("verify_lens", "extend_start_loc", "qo_indptr_device"):
+        assert torch.equal(getattr(rows.layout, name).int(), getattr(stock, name).int()), name
+    for name in ("graph_num_tokens", "verify_lens_cpu", "total_verify_tokens"):
+        assert getattr(rows.layout, name) == getattr(stock, name), name
+
+
+def verify_input(requests, width, vocab=None):
+    chain = torch.arange(1, width + 1).repeat(requests, 1)
+    chain[:, -1] = -1
+    return SimpleNamespace(
+        draft_token=torch.arange(requests * width),
+        positions=torch.arange(requests * width) + 100,
+        retrieve_next_token=chain,
+        draft_probs=None if vocab is None else torch.ones(requests, width - 1, vocab),
+        prepared_out_cache_loc=torch.arange(requests * width) + 1000,
+        prepared_mrope_positions=None,
+        kv_loc_plan="the window's plan",
+        num_tokens_per_req=width,
+    )
+
+
+def test_a_chain_ends_at_its_verify_length():
+    rows = ragged_rows(torch.tensor([1, 3, 4], dtype=torch.int32), 4)
+    info = verify_input(3, 4, vocab=2)
+    cut_chain(info, rows)
+    assert info.retrieve_next_token.tolist() == [[-1, -1, -1, -1], [1, 2, -1, -1], [1, 2, 3, -1]]
+    assert info.draft_probs[:, :, 0].tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fails):
+    rows = ragged_rows(torch.tensor([1, 3], dtype=torch.int32), 4)
+    info = verify_input(2, 4)
+    cut_chain(info, rows)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=None)
+    seen = {}
+
+    def prepare(given, pool, given_batch, worker):
+        seen.update(
+            tokens=given.draft_token.tolist(),
+            positions=given.positions.tolist(),
+            slots=given.prepared_out_cache_loc.tolist(),
+            plan=given.kv_loc_plan,
+        )
+        if fails:
+            raise RuntimeError("planted")
+        return "prepared"
+
+    if fails:
+        with pytest.raises(RuntimeError):
+            prepare_ragged(prepare, info, None, batch, None)
+    else:
+        assert prepare_ragged(prepare, info, None, batch, None) == "prepared"
+    assert seen == {
+        "tokens": [0, 4, 5, 6],
+        "positions": [100, 104, 105, 106],
+        "slots": [1000, 1004, 1005, 1006],
+        "plan": None,
+    }
+    assert info.draft_token.tolist() == list(range(8)) and info.kv_loc_plan == "the window's plan"
+    assert batch.out_cache_loc.tolist() == list(range(1000, 1008))
