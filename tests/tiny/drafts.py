@@ -131,9 +131,10 @@ def rollout(
         scores = (q @ main_k.transpose(-1, -2)).masked_fill(~causal, float("-inf"))
         links = [(q * key).sum(-1, keepdim=True) for key in chain_k]
         weights = (torch.cat([scores, *links], -1) * attention.size**-0.5).softmax(-1)
-        y = weights[..., :length] @ main_v
-        for index, value in enumerate(chain_v):
-            y = y + weights[..., length + index, None] * value
+        on_main, *on_chain = weights.split([length] + [1] * len(chain_v), -1)
+        y = on_main @ main_v
+        for weight, value in zip(on_chain, chain_v, strict=True):
+            y = y + weight * value
         x = x + attention.merge(y)
         x = x + draft.layer.mlp(draft.layer.post_attention_layernorm(x))
         state, logits = draft.leave(x, target)

@@ -13,7 +13,7 @@ WARMUP = 0.1  # share of the steps
 
 
 def _optimizer(module: nn.Module, rate: float, steps: int) -> tuple[torch.optim.Optimizer, object]:
-    optimizer = torch.optim.AdamW(module.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
     def schedule(step: int) -> float:
         done = (step + 1) / steps

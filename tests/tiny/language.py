@@ -15,7 +15,7 @@ MOODS = 3
 # Between two moods' cycles, a third and a fourth candidate: a branch has entropy 1.6 bits and its best word is right 6
 # times in 10, which is where drafts are mostly refused.
 SUCCESSOR_ODDS = (0.60, 0.20, 0.12, 0.08)
-CLOSING_ODDS = 0.12
+CLOSING_ODDS = 0.2
 COMMA_EVERY = 7  # every seventh word of the lexicon drags a comma behind it, always
 
 

@@ -48,7 +48,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     inverse = ROPE_THETA ** (-torch.arange(half, dtype=torch.float32) / half)
     angle = positions[:, None].float() * inverse
     cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., :half], x[..., half:]
+    a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
