@@ -139,7 +139,7 @@ def _refuse_unsupported(cfg: Any) -> None:
         raise Refusal(f"--pipeline-parallel-size {cfg.pp_size} is not supported with DSPARK; give 1 and use --tp-size.")
     if cfg.enable_dp_attention:
         raise Refusal(
-            "--enable-dp-attention lets ranks idle while others draft, and DSPARK's depth differs by step; leave it out."
+            "--enable-dp-attention lets ranks idle while others draft, and the depth differs by step; leave it out."
         )
     if cfg.disaggregation_mode != "null":
         raise Refusal(
