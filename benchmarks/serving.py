@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving --prompts FOLDER --users 1 4 16
 
-One server of each kind is started in turn within a round, and rounds repeat, so that slow changes of the machine meet all
-of them alike; figures are medians over rounds. Prints a table, then one JSON line.
+One server of each kind is started in turn within a round, and rounds repeat, so that slow changes of the machine meet
+all of them alike; figures are medians over rounds. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
