@@ -73,7 +73,9 @@ def reference(
         zip(case.seq_lens.tolist(), case.extend_lens.tolist(), case.starts.tolist(), strict=True)
     ):
         slots = case.table[case.pool_rows[r], :seq].long()
-        keys, values = case.k_buffer[slots].double(), case.v_buffer[slots].double()
+        shared = heads // kv_heads  # query heads per KV head
+        keys = case.k_buffer[slots].double().repeat_interleave(shared, dim=1)
+        values = case.v_buffer[slots].double().repeat_interleave(shared, dim=1)
         for i in range(ext):
             position = seq - ext + i
             seen = torch.arange(seq) <= position if causal else torch.ones(seq, dtype=torch.bool)
@@ -81,15 +83,14 @@ def reference(
                 seen = torch.cat([torch.ones(seq - ext, dtype=torch.bool), tree[r, i]])
             if window:
                 seen &= torch.arange(seq) > position - window
-            for h in range(heads):
-                logits = keys[:, h * kv_heads // heads] @ case.q[start + i, h].double() * SCALE
-                if logit_cap:
-                    logits = logit_cap * torch.tanh(logits / logit_cap)
-                logits = logits.masked_fill(~seen, -math.inf)
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[h : h + 1].double()])
-                weights = torch.softmax(logits, 0)[:seq]
-                out[start + i, h] = weights @ values[:, h * kv_heads // heads]
+            logits = torch.einsum("hd,shd->hs", case.q[start + i].double(), keys) * SCALE
+            if logit_cap:
+                logits = logit_cap * torch.tanh(logits / logit_cap)
+            logits = logits.masked_fill(~seen, -math.inf)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
+            weights = torch.softmax(logits, dim=1)[:, :seq]
+            out[start + i] = torch.einsum("hs,shd->hd", weights, values)
     return out
 
 
@@ -146,6 +147,7 @@ def test_long_prompt_is_cut_into_blocks_and_still_exact():
     assert_same(run_extend(case), reference(case))
     assert_same(run_extend(case, window=33), reference(case, window=33))
     assert_same(run_extend(case, causal=False), reference(case, causal=False))
+    assert_same(run_extend(case, causal=False, window=33), reference(case, causal=False, window=33))
 
 
 def test_verify_rows_equal_decode_steps_of_the_same_positions():

@@ -8,6 +8,7 @@ A plan depends on lengths and slots only. It is the same for every layer, so it 
 """
 
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 # half the work of a causal prefill, and the masks stay small.
 QUERY_BLOCK = 256
 # Measured on one AVX2 core, float32, 9 query and 3 KV heads of 64: gathering a slot and attending to it with one query
-# takes 0.27 us, every further query of the same request adds about a tenth of that, and a group by itself costs 0.11 ms.
+# takes 0.27 us, every further query of the same request adds a tenth of that, and a group by itself costs 0.11 ms.
 QUERY_WEIGHT = 0.1  # cost of one more query at a slot, in slots
 GROUP_OVERHEAD = 400  # cost of one more group, in slots
 # Bytes of keys (and as many of values) gathered at a time; a single block may need more, never more than one context.
@@ -178,17 +179,16 @@ def build_group(
         query_rows = (query_start[:, None] + offsets).view(-1)
     output_rows = None if uniform else (torch.arange(T) < query_len[:, None]).view(-1).nonzero().view(-1)
 
-    visible = in_context[:, None, :].expand(B, T, L) if padded else None
-    if (T > 1 and causal) or window:
-        query_position = position[:, None, None] + torch.arange(T)[None, :, None]
-        seen = keys[:, None, :] <= query_position
-        if window:
-            seen = seen & (keys[:, None, :] > query_position - window)
-        visible = seen if visible is None else visible & seen
+    conditions = [in_context[:, None, :]] if padded else []
+    query_position = position[:, None, None] + torch.arange(T)[None, :, None]
+    if causal and T > 1:  # a block's last query sees all of the block's keys
+        conditions.append(keys[:, None, :] <= query_position)
+    if window:
+        conditions.append(keys[:, None, :] > query_position - window)
     if tree is not None:
         n = tree.shape[-1]
         draft = keys - (key_end[:, None] - n)  # [B, L], negative in the committed prefix
         seen = tree[request[:, None, None], torch.arange(T)[None, :, None], draft.clamp(0, n - 1)[:, None, :]]
-        seen = seen | (draft < 0)[:, None, :]
-        visible = seen if visible is None else visible & seen
+        conditions.append(seen | (draft < 0)[:, None, :])
+    visible = reduce(torch.logical_and, conditions).expand(B, T, L) if conditions else None
     return Group(B, T, L, slots, query_rows, output_rows, visible)
