@@ -37,10 +37,10 @@ def allocate_kernel(
     keys = ()
     for k in tl.static_range(GAMMA):
         survival = _survive(survival, origin, k, drafted)
-        keys = keys + (survival.to(tl.int32, bitcast=True),)
+        keys = keys + (survival.to(tl.int32, bitcast=True),)  # noqa: RUF005 (Triton has no starred tuples)
 
-    # The largest key that `wanted` candidates reach, bit by bit: all keys lie below 2^30. At least 1, because a survival
-    # of 0 is never chosen.
+    # The largest key that `wanted` candidates reach, bit by bit: all keys lie below 2^30. At least 1, because a
+    # survival of 0 is never chosen.
     wanted = tl.maximum(tl.load(budget), 0)
     least = 0
     for bit in range(30):

@@ -49,8 +49,8 @@ def plan_joint(
 
     confidence: [R, >= max_depth] float32, R >= 1, from earlier steps. step_time gets counts R + B + prefill_tokens
     (leave prefill_tokens 0 where the callable adds them itself, as BoundCost does). A search, not an early stop: cost
-    is a staircase, and theta on it has many peaks. No draft, or verify-all at its best depth, is taken instead where
-    the best plan gains no more than min_gain over it.
+    is a staircase, and theta on it has many peaks. The simpler mode wins ties: verify-all (at its best depth) must gain
+    more than min_gain over no draft, and a budget in between more than min_gain over whichever of the two is taken.
     """
     columns = survival(confidence[:, :max_depth]).T
     requests, first = len(confidence), prefill_tokens + len(confidence)
@@ -63,7 +63,9 @@ def plan_joint(
     depths = np.arange(max_depth + 1)
     full = budgets.searchsorted(depths * requests)
     simple = everything / seconds[depths, full]
-    plain = int(simple.argmax())
+    plain = 1 + int(simple[1:].argmax())
+    if simple[plain] <= simple[0] * (1 + min_gain):
+        plain = 0
 
     # Depth g produces at most what the deepest does at equal budget, and at most everything it has. Depths are searched
     # from the highest bound on, and the search ends at the first bound that cannot win: the optimum stays exact.
@@ -98,7 +100,7 @@ def plan_budget(
     tau = _tau(columns, budgets)
     theta = tau / step_time(depth, budgets + first)
     at = int(theta.argmax())
-    simple = 0 if theta[0] >= theta[-1] else len(theta) - 1
+    simple = 0 if theta[-1] <= theta[0] * (1 + min_gain) else len(theta) - 1
     if theta[at] <= theta[simple] * (1 + min_gain):
         at = simple
     return _plan(depth, int(budgets[at]), requests, tau[at], theta[at])

@@ -37,8 +37,8 @@ class ConfidenceHistory:
     def lookup(self, step: int, slots: Ints, generations: Ints, prior: Floats) -> tuple[Floats, Ints]:
         """The newest confidence at least `lag` steps old of each request, and where it came from.
 
-        slots, generations: [R]. prior: [gamma], counted for requests without a row of their own. Returns confidence
-        [R, gamma] float32 and remap [R] int64: r where row r is the request's own, -1 where it is the prior.
+        slots, generations: [R]. prior: [gamma] or [R, gamma], counted for requests without a row of their own. Returns
+        confidence [R, gamma] float32 and remap [R] int64: r where row r is the request's own, -1 where it is the prior.
         """
         usable = (self._step[slots] <= step - self.lag) & (self._generation[slots] == np.asarray(generations)[:, None])
         stamps = np.where(usable, self._step[slots], _NEVER)
