@@ -160,8 +160,8 @@ def _fit_rank(
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         if rank == 0:
-            log.append({"step": step, "loss": float(loss), "acceptance": acceptance.tolist()})
-            bar.set_postfix(loss=f"{float(loss):.3f}", accept="/".join(f"{a:.2f}" for a in acceptance.tolist()))
+            log.append({"step": step, "loss": loss.item(), "acceptance": acceptance.tolist()})
+            bar.set_postfix(loss=f"{loss.item():.3f}", accept="/".join(f"{a:.2f}" for a in acceptance.tolist()))
             if (step + 1) % max(1, len(batches) // (4 * options.epochs)) == 0 or step + 1 == len(batches):
                 _save(out, draft, log, time.monotonic() - began)
     dist.destroy_process_group()

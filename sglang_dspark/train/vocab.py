@@ -7,17 +7,23 @@ from torch import Tensor
 
 from sglang_dspark.train.store import Sample
 
-# Weight of the general prior, in tokens of text. Chosen on held-back training prompts; see choose_draft_tokens.
-PRIOR_TOKENS = 20_000.0
+# Weight of the general prior, in tokens of text. Measured by training on one shard of SmolLM2's answers (12 to 16
+# thousand tokens) and covering another: flat up to 10,000, worse from 50,000 on.
+PRIOR_TOKENS = 5_000.0
+# A prompt token counts half: answers take up the words of their prompts. Measured alike, for 4,864 tokens: coverage
+# of greedy answers .912 without prompts, .919 with them.
+PROMPT_WEIGHT = 0.5
 # A BPE vocabulary is in order of merge, so of falling frequency in general text; Zipf's law gives the shape.
 ZIPF_OFFSET = 100.0
 
 
 def token_counts(samples: list[Sample], vocab: int) -> Tensor:
-    """How often each target token stands in the answers, float64 [vocab]."""
+    """How often each target token stands in the answers, float64 [vocab]; prompts (but the template) weigh less."""
     counts = torch.zeros(vocab, dtype=torch.float64)
     for sample in samples:
-        counts += torch.bincount(sample.tokens[sample.prompt_tokens :].long(), minlength=vocab)
+        prompt, answer = sample.tokens[sample.first : sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
+        counts += torch.bincount(answer.long(), minlength=vocab)
+        counts += PROMPT_WEIGHT * torch.bincount(prompt.long(), minlength=vocab)
     return counts
 
 
