@@ -6,6 +6,7 @@ a user would type.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -46,6 +47,11 @@ CPU_FLAGS = [
 ]
 
 
+def _die_with_parent() -> None:
+    """In the child: end when this process does, however it ends; a server left over would spoil every later timing."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
 class Server:
     """``python -m sglang.launch_server`` on a free local port; a context manager.
 
@@ -66,7 +72,12 @@ class Server:
             environment["OMP_NUM_THREADS"] = str(threads)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     def __enter__(self) -> Server:
