@@ -8,8 +8,9 @@ from torch import Tensor
 # Candidates (padded requests x padded positions) whose keys one block holds in registers. ptxas reports no spill up to
 # here for sm_80, sm_90 and sm_100 (tests/unit/test_allocate_compile.py); beyond, the keys lie in a scratch buffer.
 IN_REGISTERS = 16384
-# Rows of a tile of the scratch kernel: two a thread at 32 warps.
-TILE = 2048
+# Rows of a tile of the scratch kernel, and its warps: four rows a thread. At 32 warps ptxas takes 32 registers for
+# sm_80 and spills 36 bytes.
+TILE, SCRATCH_WARPS = 2048, 16
 
 _SCALARS = ["requests", "depth", "stride"]  # compiled once for all of their values: a step must not wait for a compiler
 
@@ -178,4 +179,4 @@ def allocate_triton(
         return
     tiles = max(block // TILE, 1)
     keys = torch.empty(gamma * tiles * TILE, dtype=torch.int32, device=confidence.device)
-    allocate_scratch_kernel[(1,)](*inputs, keys, *sizes, GAMMA=gamma, TILES=tiles, BLOCK=TILE, num_warps=32)
+    allocate_scratch_kernel[(1,)](*inputs, keys, *sizes, GAMMA=gamma, TILES=tiles, BLOCK=TILE, num_warps=SCRATCH_WARPS)
