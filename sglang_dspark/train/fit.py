@@ -5,12 +5,13 @@ Two or more processes of one thread each share a step's batch and average their 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ class Fitting:
     seed: int = 0
     # 4,864 rows: with the layer of SmolLM2-135M 15.9 MB in bf16, under the 16 MB a repository can carry.
     draft_vocab: int = 4864
-    epochs: int = 5
+    epochs: int = 6
     answers_per_step: int = 8
     steps: int = 4
     prompt_weight: float = 0.5  # of a chain started inside the prompt, against 1 in the answer
@@ -163,20 +164,33 @@ def _fit_rank(
             log.append({"step": step, "loss": loss.item(), "acceptance": acceptance.tolist()})
             bar.set_postfix(loss=f"{loss.item():.3f}", accept="/".join(f"{a:.2f}" for a in acceptance.tolist()))
             if (step + 1) % max(1, len(batches) // (4 * options.epochs)) == 0 or step + 1 == len(batches):
-                _save(out, draft, log, time.monotonic() - began)
+                _save(out, draft, log, time.monotonic() - began, finished=step + 1 == len(batches))
     dist.destroy_process_group()
 
 
-def _save(out: Path, draft: Draft, log: list[dict[str, object]], seconds: float) -> None:
+def _save(out: Path, draft: Draft, log: list[dict[str, object]], seconds: float, finished: bool) -> None:
     """The draft so far (state dict without the target's embedding) and the loss curve."""
     scratch = out / "draft.partial"
     torch.save(draft.state_dict(), scratch)
     scratch.rename(out / "draft.pt")
-    (out / "fit.json").write_text(json.dumps({"seconds": round(seconds, 1), "steps": log}) + "\n")
+    record = {"finished": finished, "seconds": round(seconds, 1), "steps": log}
+    (out / "fit.json").write_text(json.dumps(record) + "\n")
 
 
-def fit(target: Path, data: Path, out: Path, options: Fitting, workers: int) -> Path:
-    """Train on the shards in `data`; writes draft.pt and fit.json to `out` four times an epoch and returns draft.pt."""
+def is_finished(out: Path) -> bool:
+    log = out / "fit.json"
+    return log.exists() and json.loads(log.read_text())["finished"]
+
+
+def fit(target: Path, data: Path, work: Path, options: Fitting, workers: int) -> Path:
+    """Train on the shards in `data`, or find it done; returns the folder of draft.pt and fit.json under `work`.
+
+    Both are written four times an epoch, so that a usable draft exists early.
+    """
+    content = json.dumps([data.name, sorted(file.name for file in data.iterdir()), asdict(options), workers])
+    out = work / f"fit-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    if is_finished(out):
+        return out
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
@@ -185,12 +199,12 @@ def fit(target: Path, data: Path, out: Path, options: Fitting, workers: int) -> 
             _fit_rank(0, *arguments)
         else:
             mp.spawn(_fit_rank, arguments, nprocs=workers)
-    return out / "draft.pt"
+    return out
 
 
-def load_draft(path: Path, target: Target) -> Draft:
-    """The draft of a `draft.pt`, beside its target's embedding."""
-    state = torch.load(path, weights_only=True)
+def load_draft(folder: Path, target: Target) -> Draft:
+    """The draft of a fit's folder, beside its target's embedding."""
+    state = torch.load(folder / "draft.pt", weights_only=True)
     draft = Draft(target.shape, target.embed, state["draft_tokens"], state["aux_scale"])
     draft.load_state_dict(state)
     return draft.eval()

@@ -225,7 +225,7 @@ def generate(
     options: Generation,
     workers: int,
     aux_layers: tuple[int, ...] | None = None,
-    label: str = "generate",
+    label: str = "answers",
 ) -> Path:
     """Make (or finish, or find) the shards of `prompts` under `work`; returns their folder."""
     folder = work / f"{label}-{cache_key(target, prompts, options, aux_layers)}"

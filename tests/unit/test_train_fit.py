@@ -37,11 +37,22 @@ def fitted(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_fitting_twice_gives_the_same_weights(target: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
-    again = torch.load(fit(target, data, tmp_path, OPTIONS, workers=1), weights_only=True)
-    first = torch.load(fitted, weights_only=True)
+    folder = fit(target, data, tmp_path, OPTIONS, workers=1)
+    again, first = (torch.load(f / "draft.pt", weights_only=True) for f in (folder, fitted))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    steps = json.loads((tmp_path / "fit.json").read_text())["steps"]
+    steps = json.loads((folder / "fit.json").read_text())["steps"]
     assert len(steps) == 2 * 3  # 8 answers, 3 a step, twice over
+
+
+def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, data: Path, fitted: Path) -> None:
+    written = (fitted / "draft.pt").stat().st_mtime_ns
+    assert fit(target, data, fitted.parent, OPTIONS, workers=1) == fitted
+    assert (fitted / "draft.pt").stat().st_mtime_ns == written
+    record = json.loads((fitted / "fit.json").read_text())
+    (fitted / "fit.json").write_text(json.dumps({**record, "finished": False}))
+    assert fit(target, data, fitted.parent, OPTIONS, workers=1) == fitted
+    assert (fitted / "draft.pt").stat().st_mtime_ns > written
+    assert fit(target, data, fitted.parent, replace(OPTIONS, seed=1), workers=1) != fitted
 
 
 def test_two_processes_fit_as_one_does(target: Path, data: Path, tmp_path: Path) -> None:
@@ -49,11 +60,11 @@ def test_two_processes_fit_as_one_does(target: Path, data: Path, tmp_path: Path)
     options = Fitting(draft_vocab=64, epochs=1, answers_per_step=4, steps=1)
     still = replace(options, learning_rate=0.0)
 
-    def fc(name: str, options: Fitting, workers: int) -> torch.Tensor:
-        return torch.load(fit(target, data, tmp_path / name, options, workers), weights_only=True)["fc.weight"]
+    def fc(options: Fitting, workers: int) -> torch.Tensor:
+        return torch.load(fit(target, data, tmp_path, options, workers) / "draft.pt", weights_only=True)["fc.weight"]
 
-    start = fc("start", still, 1)
-    one, two = fc("one", options, 1) - start, fc("two", options, 2) - start
+    start = fc(still, 1)
+    one, two = fc(options, 1) - start, fc(options, 2) - start
     assert two.norm() > 0
     assert torch.nn.functional.cosine_similarity(one.flatten(), two.flatten(), dim=0) > 0.9
 
