@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 # A region is a doubling of the token count: 1, 2-3, 4-7, ... up to 2^17, above 4096 requests of 17 tokens.
 REGIONS = 18
-# One step moves a factor by at most this share of its error, and its error counts as at most double or half: a stall of
-# a hundred steps' length (a paused process, a page fault) then weighs no more than any other slow step.
+# One step corrects this share of its error, half of it everywhere and half of it in its region, and an error counts as
+# at most double or half: a stall of a hundred steps' length (a paused process) then weighs no more than a slow step.
 RATE = 0.05
 STEP_CLAMP = np.log(2.0)
 # A profile that is wrong by more than this is not corrected but wrong; the guard handles it.
@@ -14,7 +14,10 @@ FACTOR_CLAMP = np.log(4.0)
 
 
 class OnlineCorrection:
-    """Multiplicative corrections in the log domain, [REGIONS] for the token curve and one for everything else."""
+    """Multiplicative corrections in the log domain: one of the whole step, and one more for each region of its curve.
+
+    What is wrong everywhere, such as a machine that runs hot, is learnt from every step, for all regions at once.
+    """
 
     def __init__(self) -> None:
         self._regions = np.zeros(REGIONS)
@@ -24,7 +27,7 @@ class OnlineCorrection:
         """Learns from one step: its tokens, the corrected prediction it was planned with, the seconds it took."""
         if not (predicted > 0 and realised > 0 and np.isfinite(predicted) and np.isfinite(realised)) or tokens < 1:
             return
-        error = RATE * float(np.clip(np.log(realised / predicted), -STEP_CLAMP, STEP_CLAMP))
+        error = RATE / 2 * float(np.clip(np.log(realised / predicted), -STEP_CLAMP, STEP_CLAMP))
         at = min(np.log2(tokens), REGIONS - 1.0)
         below = int(at)
         for region, share in ((below, 1.0 - (at - below)), (below + 1, at - below)):
@@ -45,5 +48,6 @@ class OnlineCorrection:
     def curve(self, tokens: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         """Corrects a non-decreasing curve, [n] seconds at ascending token counts [n], and keeps it non-decreasing."""
         at = np.log2(np.maximum(tokens, 1))
-        factor = np.exp(np.interp(at, np.arange(REGIONS), self._regions))
+        correction = self._common + np.interp(at, np.arange(REGIONS), self._regions)
+        factor = np.exp(np.clip(correction, -FACTOR_CLAMP, FACTOR_CLAMP))
         return np.maximum.accumulate(seconds * factor)

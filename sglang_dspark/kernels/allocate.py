@@ -35,7 +35,8 @@ def allocate(
 
     NaN, negative and above-1 confidence count as 0, 0 and 1; a survival of 0 is never chosen. Survival never rises
     along a row, so what is chosen of a row is a prefix. On a GPU it is one launch that reads nothing back and has no
-    shape that depends on data: it can be captured into a CUDA graph (give `out`). Raises ValueError for shapes or types other than these.
+    shape that depends on data: it can be captured into a CUDA graph (give `out`). Raises ValueError for other shapes or
+    types.
     """
     requests, gamma = remap.shape[0], confidence.shape[1]
     depth = gamma if depth is None else depth
