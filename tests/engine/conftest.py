@@ -10,7 +10,7 @@ from benchmarks.launch import Server
 from tests import tiny
 from tests.tiny import TinyPairs
 
-NEW_TOKENS = 48
+NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from benchmarks.launch import Server
-from tests.engine.conftest import base, dspark, greedy
+from tests.engine.conftest import NEW_TOKENS, base, dspark, greedy
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_end_of_sequence_inside_an_accepted_run_ends_there(server, plain, prompt
     for prompt, output in zip(prompts[::3], expected[::3], strict=True):
         stop = [output[17]]
         cut = output.index(stop[0]) + 1
-        reply = server.generate(prompt, temperature=0, max_new_tokens=48, ignore_eos=True, stop_token_ids=stop)
+        reply = server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=stop)
         assert reply["output_ids"] == output[:cut]
         assert reply["meta_info"]["finish_reason"]["type"] == "stop"
 
@@ -65,7 +65,7 @@ def test_length_limit_cuts_an_accepted_run(server, prompts, expected, length):
 def test_streaming_gives_the_same_tokens(server, prompts, expected):
     body = {
         "input_ids": prompts[5],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True},
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
         "stream": True,
     }
     chunks = [
@@ -80,7 +80,7 @@ def test_streaming_gives_the_same_tokens(server, prompts, expected):
 def test_requests_that_join_and_leave_do_not_disturb_each_other(server, prompts, expected):
     def one(i):
         time.sleep(0.03 * i)
-        length = 10 + 19 * i % 39
+        length = 10 + 19 * i % 30
         reply = server.generate(prompts[i % 16], temperature=0, max_new_tokens=length, ignore_eos=True)
         return reply["output_ids"] == expected[i % 16][:length]
 
@@ -125,7 +125,7 @@ def test_a_thousand_requests_with_aborts_give_every_slot_back(server, prompts, e
 def test_retraction_changes_nothing(pairs, prompts, expected):
     with dspark(pairs.target, pairs.eagle3, "--speculative-num-steps", "4", env={"SGLANG_TEST_RETRACT": "1"}) as server:
         before = free(server)
-        replies = server.generate_all(prompts, temperature=0, max_new_tokens=48, ignore_eos=True)
+        replies = server.generate_all(prompts, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         assert [reply["output_ids"] for reply in replies] == expected
         assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
         assert free(server) == before
