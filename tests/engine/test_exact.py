@@ -8,7 +8,7 @@ POLICIES = ("none", "all", "random", "depths", "own")
 
 
 def check(switch, expected, prompts):
-    """All 16 prompts at once under every policy; two policies also one by one, and 5 at a time as others end and start."""
+    """All 16 prompts at once under every policy; two policies also one by one, and 5 at a time as others end."""
     for policy in POLICIES:
         server = switch.to(policy)
         server.flush()
