@@ -34,6 +34,18 @@ CHI_LETTERS = "abcdefghijklmn"  # 14 letters and 2 specials: 196 pairs and 2,744
 DRAFT_VOCAB = 48  # most frequent of the 87 tokens that the talking target writes; the rarest one in ten has no draft
 
 
+def _source_digest() -> str:
+    """SHA-256 over this package's files and the torch version: what the weights depend on."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+# Read at import: a process that outlives an edit of these files must not stamp old code's weights with the new hash.
+SOURCE_DIGEST = _source_digest()
+
+
 @dataclass(frozen=True)
 class TinyPairs:
     """Folders of the built models.
@@ -60,24 +72,16 @@ def build(out_dir: Path | str = DEFAULT_FOLDER) -> TinyPairs:
     root = Path(out_dir)
     root.parent.mkdir(parents=True, exist_ok=True)
     pairs = TinyPairs(**{f.name: root / f.name for f in fields(TinyPairs)})
-    stamp, digest = root / "source.sha256", source_digest()
+    stamp = root / "source.sha256"
     with open(root.parent / f".{root.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (stamp.exists() and stamp.read_text() == digest):
+        if not (stamp.exists() and stamp.read_text() == SOURCE_DIGEST):
             shutil.rmtree(root, ignore_errors=True)
-            with reproducible():
-                build_talking(pairs)
-                build_chi(pairs)
-            stamp.write_text(digest)
+            for part in (build_talking, build_chi):
+                with reproducible():
+                    part(pairs)
+            stamp.write_text(SOURCE_DIGEST)
     return pairs
-
-
-def source_digest() -> str:
-    """SHA-256 over this package's files and the torch version: what the weights depend on."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 @contextmanager
