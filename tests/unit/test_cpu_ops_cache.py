@@ -94,7 +94,7 @@ def test_inputs_shift_left_and_the_new_token_fills_the_gap(select):
 def test_kv_rows_move_in_every_buffer_even_when_the_lists_overlap():
     buffers = [torch.randn(10, 2, 4), torch.randn(10, 3).bfloat16(), torch.randn(10, 2, 4)]
     before = [b.clone() for b in buffers]
-    target, source = torch.tensor([3, 4, 9]), torch.tensor([4, 5, 0])
+    target, source = torch.tensor([3, 4, 5, 9]), torch.tensor([4, 3, 4, 0])
     pointers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
     strides = torch.tensor([b[0].numel() * b.element_size() for b in buffers])
     copy_all_layer_kv_cache_cpu(pointers, strides, target, source)
