@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+from benchmarks.launch import CPU_ENVIRONMENT
+from sglang_dspark.engine import cpu
 
 
 def tokenise(texts: list[str], target: Path) -> tuple[list[list[int]], Any]:
     """Token ids of each user message under ``target``'s chat template, and the tokenizer."""
+    os.environ.update(CPU_ENVIRONMENT)
+    cpu.install()  # a PyPI torchvision beside a CPU torch keeps transformers from importing without it
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
