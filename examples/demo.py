@@ -142,20 +142,19 @@ def show_table(console: Console, rows: dict[str, dict[str, Any]]) -> None:
     columns = {
         "tokens_per_second": "tokens/s",
         "accepted_length": "accepted length",
-        "drafted": "proposed",
-        "verified": "verified",
-        "accepted": "accepted",
-        "target_tokens": "target tokens",
+        "drafted": "draft tokens proposed",
+        "verified": "draft tokens verified",
+        "accepted": "draft tokens accepted",
+        "target_tokens": "target tokens sent",
         "target_tokens_full": "R x (num_steps + 1)",
         "identical": "greedy output identical",
     }
     table.add_column("")
-    for title in columns.values():
-        table.add_column(title, justify="right")
-    for name, row in rows.items():
-        cells = [str(row.get(key, "-")) for key in columns]
-        cells[-1] = "yes" if row["identical"] else "NO"
-        table.add_row(name, *cells)
+    for name in rows:
+        table.add_column(name, justify="right")
+    for key, title in columns.items():
+        values = [row.get(key, "-") for row in rows.values()]
+        table.add_row(title, *("yes" if v is True else "NO" if v is False else str(v) for v in values))
     console.print(table)
 
 
