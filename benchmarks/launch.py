@@ -38,6 +38,7 @@ CPU_FLAGS = [
     "--mem-fraction-static",
     "0.5",
     "--skip-server-warmup",
+    "--sleep-on-idle",  # an idle scheduler polls, and takes a core from whatever is measured beside it
     "--log-level",
     "info",
     "--prefill-attention-backend",
