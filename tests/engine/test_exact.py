@@ -19,7 +19,12 @@ def check(switch, expected, prompts):
     assert switch.server.info()["dspark"]["faults"] == {}
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
+# Each takes a minute: four depths and one with pages in `make test`, the others in `make test-all`.
+LONG = pytest.mark.long
+DEPTHS = [pytest.param(steps, marks=() if steps in (1, 3, 5, 8) else LONG) for steps in range(1, 9)]
+
+
+@pytest.mark.parametrize("steps", DEPTHS)
 def test_greedy_output_is_plain_decoding_at_every_depth(switch, pairs, expected, prompts, steps):
     running = switch(pairs.target, pairs.eagle3, "--speculative-num-steps", str(steps))
     check(running, expected, prompts)
@@ -27,7 +32,7 @@ def test_greedy_output_is_plain_decoding_at_every_depth(switch, pairs, expected,
     assert {int(depth) for depth in depths} == set(range(steps + 1))
 
 
-@pytest.mark.parametrize("steps", (1, 3, 8))
+@pytest.mark.parametrize("steps", (pytest.param(1, marks=LONG), 3, pytest.param(8, marks=LONG)))
 def test_greedy_output_is_plain_decoding_with_pages_of_16(switch, pairs, expected, prompts, steps, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # SGLang's paged allocator is a Triton kernel
     check(
@@ -37,7 +42,7 @@ def test_greedy_output_is_plain_decoding_with_pages_of_16(switch, pairs, expecte
     )
 
 
-@pytest.mark.parametrize("draft", ("eagle", "eagle3_full"))
+@pytest.mark.parametrize("draft", ("eagle", pytest.param("eagle3_full", marks=LONG)))
 def test_greedy_output_is_plain_decoding_with_every_kind_of_draft(switch, pairs, expected, prompts, draft):
     running = switch(pairs.target, getattr(pairs, draft), "--speculative-num-steps", "4")
     check(running, expected, prompts)
