@@ -13,10 +13,10 @@ demo: venv $(SMOLLM2)/config.json  ## serve real prompts three ways and compare
 	$(BIN)/python -m examples.demo $(if $(PROMPTS),--prompts $(PROMPTS))
 
 test: venv lint types  ## everything that runs in under 20 minutes on two cores
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 test-all: venv lint types  ## also what takes longer: the large chi-square samples, the full kernel comparison
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check .
