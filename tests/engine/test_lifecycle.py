@@ -49,11 +49,11 @@ def test_chunked_prefill_and_radix_hits_change_nothing(server, expected, prompts
 def test_end_of_sequence_inside_an_accepted_run_ends_there(server, plain, prompts, expected):
     # Stop at a token that plain decoding produces in mid-run, so that runs of accepted drafts reach across it.
     for prompt, output in zip(prompts[::3], expected[::3], strict=True):
-        stop = [output[17]]
-        cut = output.index(stop[0]) + 1
-        reply = server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=stop)
-        assert reply["output_ids"] == output[:cut]
-        assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": [output[17]]}
+        wanted, got = (it.generate(prompt, **sampling) for it in (plain, server))
+        assert got["output_ids"] == wanted["output_ids"]
+        assert got["meta_info"]["finish_reason"] == wanted["meta_info"]["finish_reason"]
+        assert got["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 @pytest.mark.parametrize("length", (1, 2, 3, 7))
