@@ -17,13 +17,14 @@ SAMPLES = 4_000
 MANY = 24_000
 ALPHA = 1e-4  # how often a right sampler fails a test
 REJECTION = ("--speculative-use-rejection-sampling",)
+LONG = pytest.mark.long
 FILTERS = (
     {},
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.15},
     {"top_k": 6, "top_p": 0.7, "min_p": 0.1, "temperature": 1.3},
+    pytest.param({"temperature": 0.7}, marks=LONG),
+    pytest.param({"top_k": 5}, marks=LONG),
+    pytest.param({"top_p": 0.8}, marks=LONG),
+    pytest.param({"min_p": 0.15}, marks=LONG),
 )
 
 
