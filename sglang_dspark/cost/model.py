@@ -1,6 +1,7 @@
 """Predicts the seconds of a decode step: table, tiers and online correction together (design: cost model)."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,11 +43,10 @@ def verify_curve(table: CostTable, tokens: Ints) -> Seconds:
 class BoundCost:
     """The cost model with a step's batch fixed: the planner's StepTime."""
 
-    def __init__(self, offsets: Seconds, curve: Seconds, tiers: tuple[int, ...] | None, prefill_tokens: int) -> None:
+    def __init__(self, offsets: Seconds, curve: Seconds, tiers: Sequence[int], prefill_tokens: int) -> None:
         self._offsets = offsets
         self._curve = curve[prefill_tokens:]
-        self._tiers = tiers
-        self._prefill = prefill_tokens
+        self._tiers = [tier - prefill_tokens for tier in tiers]
 
     def __call__(self, depth: int | Ints, tokens: Ints) -> Seconds:
         """Seconds at a depth for each count of decode tokens R + B; an array of depths [d, 1] gives [d, n]."""
@@ -54,11 +54,9 @@ class BoundCost:
 
     def edges(self, first: int, last: int) -> Ints | None:
         """Counts of decode tokens in [first, last) that just fill a tier; None without tiers or past the last one."""
-        tiers, prefill = self._tiers, self._prefill
-        if tiers is None or last + prefill > tiers[-1]:
-            return None
-        within = tiers[bisect_left(tiers, first + prefill) : bisect_left(tiers, last + prefill)]
-        return np.array(within, np.int64) - prefill
+        tiers = self._tiers
+        low, high = bisect_left(tiers, first), bisect_left(tiers, last)
+        return None if high == len(tiers) else np.array(tiers[low:high], np.int64)
 
 
 class CostModel:
@@ -86,7 +84,7 @@ class CostModel:
         """step_time for one batch, up to max_depth drafts a request: what the planner calls with (depth, tokens)."""
         most = requests * len(self._depths) + prefill_tokens
         offsets = self._offsets(requests, kv_tokens, self._depths)
-        return BoundCost(offsets, self._tokens_curve(most), self.table.tiers, prefill_tokens)
+        return BoundCost(offsets, self._tokens_curve(most), self.table.tiers or (), prefill_tokens)
 
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
         """Learns from a step: tokens of its target forward (prefill too), seconds planned and real."""

@@ -52,37 +52,7 @@ def plan_joint(
     is a staircase, and theta on it has many peaks. The simpler mode wins ties: verify-all (at its best depth) must gain
     more than min_gain over no draft, and a budget in between more than min_gain over whichever of the two is taken.
     """
-    columns = survival(confidence[:, :max_depth]).T
-    requests, first = len(confidence), prefill_tokens + len(confidence)
-    budgets = _budgets(step_time, first, columns.size)
-    seconds = step_time(np.arange(max_depth + 1)[:, None], budgets + first)
-
-    # What each depth gives when all of its tokens are verified: depth 0 is no draft.
-    everything = np.full(max_depth + 1, float(requests))
-    everything[1:] += np.add.accumulate(np.add.reduce(columns, axis=1, dtype=np.float64))
-    depths = np.arange(max_depth + 1)
-    full = budgets.searchsorted(depths * requests)
-    simple = everything / seconds[depths, full]
-    plain = 1 + int(simple[1:].argmax())
-    if simple[plain] <= simple[0] * (1 + min_gain):
-        plain = 0
-
-    # Depth g produces at most what the deepest does at equal budget, and at most everything it has. Depths are searched
-    # from the highest bound on, and the search ends at the first bound that cannot win: the optimum stays exact.
-    deepest = _tau(columns, budgets)
-    bounds = (np.minimum(deepest, everything[:, None]) / seconds).max(axis=1)
-    best = _plan(plain, min(int(budgets[full[plain]]), plain * requests), requests, everything[plain], simple[plain])
-    ceiling = best.theta * (1 + min_gain)
-    for depth in np.argsort(-bounds):
-        if bounds[depth] <= ceiling:
-            break
-        tau = _tau(columns[:depth], budgets[: full[depth] + 1])
-        theta = tau / seconds[depth, : len(tau)]
-        at = int(theta.argmax())
-        if theta[at] > ceiling:
-            ceiling = float(theta[at])
-            best = _plan(int(depth), min(int(budgets[at]), int(depth) * requests), requests, tau[at], theta[at])
-    return best
+    return joint_from_survival(survival(confidence[:, :max_depth]), step_time, min_gain, prefill_tokens)
 
 
 def plan_budget(
@@ -94,16 +64,7 @@ def plan_budget(
     prefill_tokens: int = 0,
 ) -> Plan:
     """Global argmax of theta over the budget alone, for drafts of this depth (1 or more). Arguments as plan_joint."""
-    columns = survival(confidence[:, :depth]).T
-    requests, first = len(confidence), prefill_tokens + len(confidence)
-    budgets = _budgets(step_time, first, columns.size)
-    tau = _tau(columns, budgets)
-    theta = tau / step_time(depth, budgets + first)
-    at = int(theta.argmax())
-    simple = 0 if theta[-1] <= theta[0] * (1 + min_gain) else len(theta) - 1
-    if theta[at] <= theta[simple] * (1 + min_gain):
-        at = simple
-    return _plan(depth, int(budgets[at]), requests, tau[at], theta[at])
+    return budget_from_survival(survival(confidence[:, :depth]), step_time, min_gain, prefill_tokens)
 
 
 def plan_causal(confidence: Floats, step_time: StepTime, *, depth: int, prefill_tokens: int = 0) -> Plan:
@@ -123,6 +84,70 @@ def plan_causal(confidence: Floats, step_time: StepTime, *, depth: int, prefill_
     return _plan(depth, at, requests, tau[at], theta[at])
 
 
+def joint_from_survival(
+    survivals: Floats, step_time: StepTime, min_gain: float = MIN_GAIN, prefill_tokens: int = 0
+) -> Plan:
+    """plan_joint for survivals [R, max depth] already multiplied."""
+    columns = survivals.T
+    max_depth, requests = columns.shape
+    first = prefill_tokens + requests
+    budgets = _budgets(step_time, first, columns.size)
+    depths = np.arange(max_depth + 1)
+    seconds = step_time(depths[:, None], budgets + first)
+
+    # What each depth gives when all of its tokens are verified: depth 0 is no draft.
+    exact = columns.astype(np.float64)
+    everything = _gathered(exact, requests)
+    full = budgets.searchsorted(depths * requests)
+    simple = (everything / seconds[depths, full]).tolist()
+    depth = plain = simple.index(max(simple[1:]), 1)
+    if simple[plain] <= simple[0] * (1 + min_gain):
+        plain = 0
+    best = (plain, full[plain], everything[plain], simple[plain])
+    ceiling = simple[plain] * (1 + min_gain)
+
+    # Depths are searched from the one whose verify-all is best, then in the order of a bound on what they can give,
+    # until none can win: the optimum is exact, and seldom more than two depths are sorted.
+    bounds = None
+    while True:
+        tau = _tau(columns[:depth], budgets[: full[depth] + 1])
+        theta = tau / seconds[depth, : len(tau)]
+        at = int(theta.argmax())
+        if theta[at] > ceiling:
+            ceiling = theta[at]
+            best = (depth, at, tau[at], ceiling)
+        if bounds is None:
+            # The survival at which a token just pays for itself hardly differs between depths.
+            edge = at or 1
+            marginal = (tau[edge] - tau[edge - 1]) / (budgets[edge] - budgets[edge - 1])
+            most = np.minimum(_at_most(exact, marginal, budgets), everything[:, None])
+            bounds = np.maximum.reduce(most / seconds, 1)
+            bounds[0] = 0.0  # depth 0 has one budget, and is in `simple`
+        bounds[depth] = 0.0
+        depth = int(bounds.argmax())
+        if bounds[depth] <= ceiling:
+            break
+    depth, at, expected, rate = best
+    return _plan(depth, min(int(budgets[at]), depth * requests), requests, expected, rate)
+
+
+def budget_from_survival(
+    survivals: Floats, step_time: StepTime, min_gain: float = MIN_GAIN, prefill_tokens: int = 0
+) -> Plan:
+    """plan_budget for survivals [R, depth] already multiplied."""
+    columns = survivals.T
+    depth, requests = columns.shape
+    first = prefill_tokens + requests
+    budgets = _budgets(step_time, first, columns.size)
+    tau = _tau(columns, budgets)
+    theta = tau / step_time(depth, budgets + first)
+    at = int(theta.argmax())
+    simple = 0 if theta[-1] <= theta[0] * (1 + min_gain) else len(theta) - 1
+    if theta[at] <= theta[simple] * (1 + min_gain):
+        at = simple
+    return _plan(depth, int(budgets[at]), requests, tau[at], theta[at])
+
+
 def _budgets(step_time: StepTime, first: int, size: int) -> Ints:
     """The budgets that can be best, ascending from 0 to `size`: of a stair only its last, further tokens being free."""
     find = getattr(step_time, "edges", None)
@@ -140,13 +165,28 @@ def _tau(columns: Floats, budgets: Ints) -> Doubles:
     ordered = columns.flatten()
     ordered.sort()
     gains = ordered[::-1].astype(np.float64)
-    if len(budgets) <= len(gains):
-        gains = np.add.reduceat(gains, budgets[:-1])
     tau = np.empty(len(budgets))
     tau[0] = columns.shape[1]
-    gains[0] += columns.shape[1]
-    np.add.accumulate(gains, out=tau[1:])
-    return tau
+    tau[1:] = np.add.reduceat(gains, budgets[:-1]) if len(budgets) <= len(gains) else gains
+    return np.add.accumulate(tau, 0, None, tau)
+
+
+def _gathered(columns: Doubles, requests: int) -> Doubles:
+    """requests + the sum of the first g columns, for g = 0..depth."""
+    sums = np.empty(len(columns) + 1)
+    sums[0] = requests
+    sums[1:] = np.add.reduce(columns, 1)
+    return np.add.accumulate(sums, 0, None, sums)
+
+
+def _at_most(columns: Doubles, value: float, budgets: Ints) -> Doubles:
+    """Upper bound on tau [depth + 1, n] of every depth and budget B, close where `value` is the B-th survival.
+
+    B survivals are at most B * value and what all survivals together exceed the value by, whatever the value.
+    """
+    # One part in 10^9 for rounding, so that the bound holds in floating point too.
+    excess = _gathered(np.maximum(columns - value, 0.0), columns.shape[1]) * (1 + 1e-9)
+    return excess[:, None] + budgets * value
 
 
 def _plan(depth: int, budget: int, requests: int, tau: float, theta: float) -> Plan:

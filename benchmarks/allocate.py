@@ -1,0 +1,78 @@
+"""Time of an allocation against SGLang's: on a GPU its three-launch kernel, elsewhere its torch reference.
+
+    python -m benchmarks.allocate
+
+Both split the same budget over the same confidence; SGLang 0.5.23 is schedule_verify_lens_topk of
+kernels/ops/speculative/dspark. Results are compared before they are timed: SGLang refuses survivals below 1e-6 and its
+torch reference may round a product in another order, so inputs keep clear of both. Ours also gives the prefix sum.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.timing import medians
+from sglang_dspark.engine.cpu import install
+from sglang_dspark.kernels import allocate
+
+CASES = ((8, 5), (64, 7), (256, 7), (1024, 7))
+
+
+def case(requests: int, gamma: int, device: str) -> dict[str, float]:
+    from sglang.kernels.ops.speculative.dspark.dspark_schedule import ScheduleVerifyLensTopk
+    from sglang.srt.speculative.dspark_components.dspark_planner import DSparkScheduleConfig
+
+    generator = torch.Generator().manual_seed(requests)
+    # Multiples of 1/16 above a half: products of up to four of them are exact, and none gets below 1e-6.
+    confidence = (torch.randint(9, 17, (requests, gamma), generator=generator) / 16).to(device)
+    remap, prior = torch.arange(requests, device=device), torch.full((gamma,), 0.8, device=device)
+    budget = 2 * requests
+    on_device = torch.tensor(budget, dtype=torch.int32, device=device)
+    config = DSparkScheduleConfig(gamma=gamma)
+    sglang = partial(ScheduleVerifyLensTopk.execute, confidence=confidence, budget=budget, cfg=config)
+    ours = partial(allocate, confidence, remap, prior, on_device)
+    assert torch.equal(sglang(), ours().verify_lens), f"results differ at {requests} x {gamma}"
+    measure = medians if device == "cpu" else on_stream
+    times = measure({"sglang_us": sglang, "ours_us": ours})
+    return {"requests": requests, "gamma": gamma, **{name: round(value, 1) for name, value in times.items()}}
+
+
+def on_stream(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each call on the device, as the median of replays of a CUDA graph of it."""
+    result = {}
+    for name, call in calls.items():
+        call()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(20):
+                call()
+        taken = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            taken.append((time.perf_counter() - start) / 20 * 1e6)
+        result[name] = sorted(taken)[len(taken) // 2]
+    return result
+
+
+def main() -> None:
+    install()
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"on {device}\n{'R x gamma':>10} {'SGLang us':>10} {'ours us':>10} {'ratio':>6}")
+    cases = []
+    for requests, gamma in CASES:
+        found = case(requests, gamma, device)
+        cases.append(found)
+        size, ratio = f"{requests}x{gamma}", found["sglang_us"] / found["ours_us"]
+        print(f"{size:>10} {found['sglang_us']:>10} {found['ours_us']:>10} {ratio:>6.1f}")
+    print(json.dumps({"device": device, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()
