@@ -31,7 +31,7 @@ from sglang_dspark.train.target import Cache, Target
 # past which matrix products stop gaining speed.
 CACHE_TOKENS = 40_000
 PREFILL_TOKENS = 4096  # tokens of one prefill pass; keeps its activations (12 kB a token and layer) in tens of MB
-COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share still run; copying the cache costs about a step
+COMPACT_BELOW = 0.8  # drop finished rows once fewer than this share run; the copy reads the cache once, as a step does
 
 
 @dataclass(frozen=True)
