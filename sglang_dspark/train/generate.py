@@ -2,7 +2,7 @@
 
 Rows of similar length are decoded together; shards land on disk one by one, so a run cut short goes on where it
 stopped. Each worker is a process with one thread: matrix products of two threads wait for the slower one, which on a
-busy machine mostly costs more than half of their speed (measured beside other processes on two cores of an AMD EPYC: two
+busy machine mostly costs over half of their speed (measured beside other processes on two cores of an AMD EPYC: two
 threads together 4 to 54 GFLOP/s, a single thread 50 to 86).
 """
 
