@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -160,6 +161,8 @@ def _draft(worker: Any, point: Point) -> Callable[[], None]:
         batch = _batch(
             worker, draft.draft_runner, ForwardMode.DECODE, point, info, slots[:requests] * 0, positions, slots
         )
+        # With sampled drafts the draft loop asks; greedy rows of a mixed batch take the same time as sampled ones.
+        batch.sampling_info = SimpleNamespace(is_all_greedy=True)
         with _draft_contexts(draft):
             if point.depth > 1:
                 draft.draft_attn_backend.init_forward_metadata(batch)
