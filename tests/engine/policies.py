@@ -15,19 +15,22 @@ class Switch(Policy):
         super().__init__(scheduler)
         self.file = Path(os.environ["TEST_POLICY_FILE"])
         self.random = torch.Generator().manual_seed(0)
+        self.depth = -1
 
     def _says(self):
         return self.file.read_text().strip()
 
-    def _draw(self, high):
-        return int(torch.randint(high + 1, (), generator=self.random))
+    def _next_depth(self):
+        """0, 1, ..., gamma, 0, ...: a short run still meets every depth."""
+        self.depth = (self.depth + 1) % (self.scheduler.gamma + 1)
+        return self.depth
 
     def plan(self, batch, first_prob):
         plan = super().plan(batch, first_prob)
         if self._says() == "own":
             return plan
         gamma = self.scheduler.gamma
-        return self.scheduler.verify_all(len(batch.slots), self._draw(gamma) if self._says() == "depths" else gamma)
+        return self.scheduler.verify_all(len(batch.slots), self._next_depth() if self._says() == "depths" else gamma)
 
     def allocate(self, plan, confidence, draft):
         says = self._says()
