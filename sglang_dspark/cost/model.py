@@ -1,7 +1,6 @@
 """Predicts the seconds of a decode step: table, tiers and online correction together (design: cost model)."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,20 +42,20 @@ def verify_curve(table: CostTable, tokens: Ints) -> Seconds:
 class BoundCost:
     """The cost model with a step's batch fixed: the planner's StepTime."""
 
-    def __init__(self, offsets: Seconds, curve: Seconds, tiers: Sequence[int], prefill_tokens: int) -> None:
+    def __init__(self, offsets: Seconds, curve: Seconds, tiers: Ints, prefill_tokens: int) -> None:
         self._offsets = offsets
         self._curve = curve[prefill_tokens:]
-        self._tiers = [tier - prefill_tokens for tier in tiers]
+        self._tiers = tiers - prefill_tokens
+        self._sorted = self._tiers.tolist()  # searched faster than the array
 
     def __call__(self, depth: int | Ints, tokens: Ints) -> Seconds:
         """Seconds at a depth for each count of decode tokens R + B; an array of depths [d, 1] gives [d, n]."""
-        return self._offsets[depth] + self._curve[tokens]
+        return self._offsets.take(depth) + self._curve.take(tokens)
 
     def edges(self, first: int, last: int) -> Ints | None:
         """Counts of decode tokens in [first, last) that just fill a tier; None without tiers or past the last one."""
-        tiers = self._tiers
-        low, high = bisect_left(tiers, first), bisect_left(tiers, last)
-        return None if high == len(tiers) else np.array(tiers[low:high], np.int64)
+        low, high = bisect_left(self._sorted, first), bisect_left(self._sorted, last)
+        return None if high == len(self._sorted) else self._tiers[low:high]
 
 
 class CostModel:
@@ -66,6 +65,7 @@ class CostModel:
         self.table = table
         self.correction = OnlineCorrection()
         self._depths = np.arange(max_depth + 1)
+        self._tiers = np.array(table.tiers or (), np.int64)
         self._curve = np.zeros(0)
         self._built = self.correction.state
 
@@ -84,7 +84,7 @@ class CostModel:
         """step_time for one batch, up to max_depth drafts a request: what the planner calls with (depth, tokens)."""
         most = requests * len(self._depths) + prefill_tokens
         offsets = self._offsets(requests, kv_tokens, self._depths)
-        return BoundCost(offsets, self._tokens_curve(most), self.table.tiers or (), prefill_tokens)
+        return BoundCost(offsets, self._tokens_curve(most), self._tiers, prefill_tokens)
 
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
         """Learns from a step: tokens of its target forward (prefill too), seconds planned and real."""
