@@ -49,6 +49,7 @@ def test_greedy_output_is_plain_decoding_with_every_kind_of_draft(switch, pairs,
     assert running.server.info()["dspark"]["accepted"] > 0  # a draft run under the wrong algorithm accepts nothing
 
 
+@LONG
 def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts):
     running = switch(
         pairs.target, pairs.eagle3_full, "--speculative-num-steps", "4", "--speculative-use-rejection-sampling"
