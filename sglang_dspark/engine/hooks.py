@@ -165,7 +165,7 @@ WORKER = (
     Hook(
         "speculative.spec_utils.fast_sample",
         "probs, num_samples, sampling_seed, positions, draft_step", HookType.AROUND, _draft_sample,
-        "the draft's sampler needs a device kernel for seeded draws",
+        "the draft's sampler takes its argmax with a device kernel",
         "rejection sampling with sampled drafts would fail on CPU",
     ),
     Hook(

@@ -54,12 +54,14 @@ def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]
     warmed: set[str] = set()
     with torch.no_grad():
         for point in grid:
+            if _over(worker, start, limit):
+                break
             run = _RUNS[point.kind](worker, point)
             if point.kind not in warmed:  # first calls allocate and pick kernels
                 warmed.add(point.kind)
                 run()
             for _ in range(REPEATS):
-                if time.perf_counter() - start > limit:
+                if _over(worker, start, limit):
                     break
                 before = time.perf_counter()
                 run()
@@ -89,6 +91,12 @@ def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]
     return CostModel(table, max_depth=gamma), report
 
 
+def _over(worker: Any, start: float, limit: float) -> bool:
+    """Whether the time is up by the first rank's clock: ranks that stop at different forwards would wait forever."""
+    over = torch.tensor([time.perf_counter() - start > limit], dtype=torch.int32, device=worker.device)
+    return bool(worker.from_first_rank(over))
+
+
 def _log(report: dict[str, Any]) -> None:
     table = report["table"]
     counts = " ".join(f"{t:>8}" for t in table["tokens"])
@@ -114,11 +122,11 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
         dtype=torch.int32, device=device,
     )  # fmt: skip
     rows = ragged_rows(lens, width)
-    start = torch.arange(point.requests, device=device).repeat_interleave(lens.long()) * 0 + point.context
+    positions = torch.full((point.tokens,), point.context, dtype=torch.long, device=device)
     info = EagleVerifyInput(
         draft_token=torch.zeros(point.tokens, dtype=torch.long, device=device),
         custom_mask=torch.ones(0, dtype=torch.bool, device=device),
-        positions=start,
+        positions=positions,
         retrieve_index=torch.zeros(point.requests, width, dtype=torch.long, device=device),
         retrieve_next_token=torch.zeros(point.requests, width, dtype=torch.long, device=device),
         retrieve_next_sibling=torch.zeros(point.requests, width, dtype=torch.long, device=device),
@@ -135,7 +143,7 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
     runner = worker.target_worker.model_runner
 
     def run() -> None:
-        batch = _batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, start)
+        batch = _batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, positions)
         worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
 
     return run
@@ -158,9 +166,8 @@ def _draft(worker: Any, point: Point) -> Callable[[], None]:
         )
         positions = torch.full((requests,), point.context, dtype=torch.long, device=device)
         slots = torch.zeros(requests * point.depth, dtype=torch.long, device=device)
-        batch = _batch(
-            worker, draft.draft_runner, ForwardMode.DECODE, point, info, slots[:requests] * 0, positions, slots
-        )
+        tokens = torch.zeros(requests, dtype=torch.long, device=device)
+        batch = _batch(worker, draft.draft_runner, ForwardMode.DECODE, point, info, tokens, positions, slots)
         # With sampled drafts the draft loop asks; greedy rows of a mixed batch take the same time as sampled ones.
         batch.sampling_info = SimpleNamespace(is_all_greedy=True)
         with _draft_contexts(draft):

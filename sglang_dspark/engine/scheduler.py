@@ -53,7 +53,7 @@ class StepScheduler:
     Memory: slots x (8 x gamma + 32) bytes of history, and a cost curve of about 2 x R x (gamma + 1) doubles.
     """
 
-    def __init__(self, slots: int, gamma: int, device: torch.device | str) -> None:
+    def __init__(self, slots: int, gamma: int) -> None:
         self.gamma = gamma
         self.cost: CostModel | None = None
         """Step times; None until a profile was taken, and then everything drafted is verified."""
@@ -64,7 +64,6 @@ class StepScheduler:
         self.modes: Counter[str] = Counter()
         self.depths: Counter[int] = Counter()
         self.last_plan: Plan | None = None
-        self._device = device
         self._step = 0
         self._seen_at = np.zeros(gamma, np.int64)
         self._waiting: deque[_Launched] = deque()
@@ -120,9 +119,8 @@ class StepScheduler:
         self, batch: StepBatch, plan: Plan, top_prob: Tensor, confidence: Tensor, lens: Tensor, tokens: int
     ) -> None:
         """Note a step that was sent: lens [R], and the tokens the target forward was really given."""
-        known = np.minimum(plan.depth, self.gamma)
         row = self._prior_rows(batch.rule)
-        row[:, :known] = confidence[:, :known].cpu().numpy()
+        row[:, : plan.depth] = confidence[:, : plan.depth].cpu().numpy()
         self.history.record(self._step, batch.slots, batch.generations, row)
         self._waiting.append(_Launched(self._step, batch, plan, top_prob, confidence, lens, tokens))
         self.last_plan = plan

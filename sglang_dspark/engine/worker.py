@@ -50,7 +50,7 @@ class DSparkWorker(EAGLEWorkerV2):
         slots = self.req_to_token_pool.req_to_token.shape[0]
         self._draft_worker.start_watching(slots)
         self.requests = RequestTable(slots)
-        self.scheduler = StepScheduler(slots, self.gamma, self.device)
+        self.scheduler = StepScheduler(slots, self.gamma)
         self.policy = load_policy(self.options.policy, self.scheduler)
 
     def init_cuda_graphs(self) -> None:
@@ -93,9 +93,10 @@ class DSparkWorker(EAGLEWorkerV2):
         def plan() -> Plan:
             on_host = batch.seq_lens.is_cpu
             first = self._draft_worker.first_prob[batch.req_pool_indices] if on_host else None
-            return self._agree_on_plan(self.policy.plan(described, first))
+            return self.policy.plan(described, first)
 
-        return self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
+        mine = self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
+        return self._agree_on_plan(mine)
 
     def _set_depth(self, depth: int) -> None:
         self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
@@ -114,6 +115,7 @@ class DSparkWorker(EAGLEWorkerV2):
             lambda: self._allocate(batch, plan, described, top_prob),
             lambda: (top_prob.new_zeros(requests, self.gamma), _full(requests, depth, top_prob)),
         )
+        lens = self.from_first_rank(lens)
         rows = ragged_rows(lens, depth + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
@@ -144,7 +146,7 @@ class DSparkWorker(EAGLEWorkerV2):
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, top_prob: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(top_prob, described.rule)
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
-        return confidence, self._from_first_rank(self.policy.allocate(plan, confidence, draft))
+        return confidence, self.policy.allocate(plan, confidence, draft)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by SGLang once a step's acceptance is on the host."""
@@ -152,12 +154,14 @@ class DSparkWorker(EAGLEWorkerV2):
         self.faults.run("learning", lambda: self.scheduler.settle(accepted), self.scheduler.forget_waiting)
 
     # -- tensor parallel: one rank decides -------------------------------------------------------------------------
+    # Always outside of what a fault may cut short: a rank that skips a broadcast leaves the others waiting.
 
     def _agree_on_plan(self, plan: Plan) -> Plan:
-        depth, budget = self._from_first_rank(torch.tensor([plan.depth, plan.budget], device=self.device)).tolist()
+        depth, budget = self.from_first_rank(torch.tensor([plan.depth, plan.budget], device=self.device)).tolist()
         return plan if (depth, budget) == (plan.depth, plan.budget) else plan._replace(depth=depth, budget=budget)
 
-    def _from_first_rank(self, values: Tensor) -> Tensor:
+    def from_first_rank(self, values: Tensor) -> Tensor:
+        """``values`` of the first tensor-parallel rank, on every rank."""
         group = get_parallel().tp_group
         if group.world_size > 1:
             group.broadcast(values, src=0)

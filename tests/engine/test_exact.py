@@ -49,7 +49,6 @@ def test_greedy_output_is_plain_decoding_with_every_kind_of_draft(switch, pairs,
     assert running.server.info()["dspark"]["accepted"] > 0  # a draft run under the wrong algorithm accepts nothing
 
 
-@LONG
 def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts):
     running = switch(
         pairs.target, pairs.eagle3_full, "--speculative-num-steps", "4", "--speculative-use-rejection-sampling"
@@ -76,3 +75,10 @@ def test_the_target_sees_one_token_a_request_and_one_a_verified_draft(switch, pa
         )
         assert capped == grew["target_tokens"], policy
     assert grew["target_tokens"] < grew["target_tokens_full"]
+
+
+@LONG
+def test_two_tensor_parallel_ranks_follow_one_plan(switch, pairs, expected, prompts, monkeypatch):
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    running = switch(pairs.target, pairs.eagle3, "--speculative-num-steps", "4", "--tp-size", "2")
+    check(running, expected, prompts)

@@ -16,7 +16,7 @@ def batch(requests=3, generation=1, rule=0):
 
 
 def scheduler(*, token_ms=0.01, draft_ms=0.01, fixed_ms=10.0):
-    it = StepScheduler(slots=8, gamma=GAMMA, device="cpu")
+    it = StepScheduler(slots=8, gamma=GAMMA)
     counts = (1, 64)
     times = tuple((fixed_ms + token_ms * t) / 1e3 for t in counts)
     it.cost = CostModel(CostTable(tokens=counts, seconds=times, draft_fixed=draft_ms / 1e3), max_depth=GAMMA)
