@@ -39,7 +39,7 @@ $(VENV)/ready: requirements/cpu.txt setup.py pyproject.toml
 	touch $@
 
 $(SMOLLM2)/config.json: examples/smollm2/convert.py | venv
-	$(BIN)/python -m examples.smollm2.convert --output $(SMOLLM2)
+	$(BIN)/python -m examples.smollm2.convert --out $(SMOLLM2)
 
 clean:
 	rm -rf build $(VENV)

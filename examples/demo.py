@@ -43,13 +43,17 @@ class Outcome(NamedTuple):
     """DSPARK's own counters for the run."""
 
 
-def main() -> int:
-    """Run the demo; the exit code."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help='lines of {"turns": ["..."]}')
     parser.add_argument("--new-tokens", type=int, default=96, help="length of each answer (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead of tables")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the demo; the exit code."""
+    args = build_parser().parse_args()
     console = Console(stderr=args.json)
     try:
         prompts = [prompt.text for prompt in read_prompts(args.prompts)]

