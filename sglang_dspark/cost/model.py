@@ -98,9 +98,8 @@ class CostModel:
         seconds = (
             table.per_request * requests
             + table.per_kv_token * kv_tokens
-            + np.where(depth > 0, table.draft_start, 0.0)
+            + np.where(depth > 0, table.draft_start + extend, 0.0)  # without a draft nothing of it runs, see DraftRest
             + np.maximum(depth - table.free_depth, 0) * draft
-            + extend
         )
         return seconds * self.correction.common()
 

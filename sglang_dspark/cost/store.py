@@ -20,6 +20,7 @@ class CostKey:
     draft: str
     dtype: str
     device: str  # device name; on a CPU with its thread count, which changes everything
+    backend: str  # attention backend of the verify pass
     tp: int
     dp: int
     ep: int

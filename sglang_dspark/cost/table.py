@@ -1,6 +1,8 @@
 """The step cost table: what profiling found, as plain numbers that can be saved."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
 
@@ -19,7 +21,7 @@ class CostTable:
     draft_start: float = 0.0  # paid once by a step that drafts at all
     draft_fixed: float = 0.0  # one draft forward
     draft_per_request: float = 0.0  # one draft forward, per request
-    extend_fixed: float = 0.0  # the draft extend after each verify; it runs at depth 0 too, to keep the draft's KV warm
+    extend_fixed: float = 0.0  # the draft extend after each verify
     extend_per_request: float = 0.0
     extend_per_token: float = 0.0  # per token of its R * (depth + 1) rows
     free_depth: int = 1  # depths that need no draft forward: an EAGLE chain's first position comes from the extend
@@ -42,6 +44,24 @@ class CostTable:
                 raise ValueError(f"{name} of a cost table must be 0 seconds or more, got {getattr(self, name)}.")
         if self.free_depth < 0:
             raise ValueError(f"free_depth of a cost table must be 0 or more, got {self.free_depth}.")
+
+    def with_draft_terms_of(self, other: CostTable) -> CostTable:
+        """This target's costs, and what `other` says of the draft model's forwards."""
+        draft = {name: getattr(other, name) for name in TERMS if name.startswith(("draft_", "extend_"))}
+        return replace(self, free_depth=other.free_depth, **draft)
+
+    def summary(self) -> dict[str, object]:
+        """The terms in milliseconds, rounded, as plain JSON types: what a person reads."""
+        return {
+            "tokens": list(self.tokens),
+            "ms": [round(1e3 * s, 3) for s in self.seconds],
+            "ms_per_request": round(1e3 * self.per_request, 4),
+            "ms_per_1k_context": round(1e6 * self.per_kv_token, 4),
+            "draft_ms": [round(1e3 * x, 4) for x in (self.draft_start, self.draft_fixed, self.draft_per_request)],
+            "extend_ms": [
+                round(1e3 * x, 4) for x in (self.extend_fixed, self.extend_per_request, self.extend_per_token)
+            ],
+        }
 
 
 # The terms that are one number each.

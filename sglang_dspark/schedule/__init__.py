@@ -10,11 +10,13 @@ from sglang_dspark.schedule.budget import (
     plan_joint,
 )
 from sglang_dspark.schedule.history import ConfidenceHistory
+from sglang_dspark.schedule.rest import DraftRest
 from sglang_dspark.schedule.survival import sanitise, survival
 
 __all__ = [
     "MIN_GAIN",
     "ConfidenceHistory",
+    "DraftRest",
     "Plan",
     "budget_from_survival",
     "joint_from_survival",

@@ -12,7 +12,15 @@ import pytest
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
 
 KEY = CostKey(
-    model="target", draft="draft", dtype="float32", device="cpu, 2 threads", tp=1, dp=1, ep=1, sglang="0.5.23"
+    model="target",
+    draft="draft",
+    dtype="float32",
+    device="cpu, 2 threads",
+    backend="intel_amx",
+    tp=1,
+    dp=1,
+    ep=1,
+    sglang="0.5.23",
 )
 TABLE = CostTable((8, 16), (0.01, 0.02), per_request=0.001, draft_fixed=0.002, tiers=(8, 16))
 
@@ -134,3 +142,10 @@ def test_both_formats_are_the_ones_sglang_writes(tmp_path: Path):
     assert load_sps_table(path).seconds == (0.01, 0.02)
     path.write_text(additive.to_json())
     assert load_sps_table(path).seconds == pytest.approx((0.006, 0.007))
+
+
+def test_a_target_table_takes_only_the_draft_terms_of_another():
+    measured = CostTable((1,), (9.0,), per_request=9.0, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3)
+    joined = TABLE.with_draft_terms_of(measured)
+    assert (joined.draft_start, joined.draft_fixed, joined.extend_per_token) == (0.1, 0.2, 0.3)
+    assert joined == dataclasses.replace(TABLE, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3)

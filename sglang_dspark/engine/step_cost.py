@@ -1,0 +1,78 @@
+"""Where a server's step cost comes from: its saved table, SGLang's own file, or the start-up profile."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_dspark.config import Options, Refusal
+from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
+
+logger = logging.getLogger(__name__)
+
+
+def check_files(options: Options, sps_path: str | None, key: CostKey) -> None:
+    """Before weights load: the files that the step cost would be read from are usable.
+
+    Raises:
+        Refusal: one is damaged, was measured on something else, or both are given.
+    """
+    if sps_path and options.cost_table is not None:
+        raise Refusal(
+            f"--speculative-dspark-sps-table-path {sps_path} and DSPARK_COST_TABLE={options.cost_table} both price a "
+            "step; give one of them."
+        )
+    try:
+        if sps_path:
+            load_sps_table(sps_path)
+        elif options.cost_table is not None and options.cost_table.exists():
+            load_table(options.cost_table, key)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+
+
+def read_files(options: Options, sps_path: str | None, key: CostKey) -> CostTable | None:
+    """The table of the file that is given; None where there is none yet."""
+    if sps_path:
+        return load_sps_table(sps_path)
+    if options.cost_table is not None and options.cost_table.exists():
+        return load_table(options.cost_table, key)
+    return None
+
+
+def step_cost(
+    worker: Any, options: Options, sps_path: str | None, key: CostKey
+) -> tuple[CostModel | None, dict[str, Any]]:
+    """The cost model of a server that is about to serve, and a report of where it comes from.
+
+    Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
+    """
+    read: CostTable | None = worker.faults.run("cost table", lambda: read_files(options, sps_path, key), lambda: None)
+    known = bool(worker.from_first_rank(torch.tensor([read is not None], dtype=torch.int32, device=worker.device)))
+    if known and not sps_path:
+        logger.info("DSPARK: step cost read from %s.", options.cost_table)
+        return _model(read, worker), {"source": str(options.cost_table), "table": read and read.summary()}
+    measured: CostTable | None = None
+    report: dict[str, Any] = {"source": "none"}
+    if options.profile_seconds > 0:
+        from sglang_dspark.engine.profile import profile
+
+        fallback = (None, report)
+        measured, report = worker.faults.run(
+            "profile", lambda: profile(worker, options.profile_seconds), lambda: fallback
+        )
+    if known:
+        # SGLang's file prices the target forward only; what drafting costs comes from the profile.
+        table = read.with_draft_terms_of(measured) if read and measured else read
+        return _model(table, worker), {**report, "source": sps_path, "table": table and table.summary()}
+    if measured is not None and options.cost_table is not None and worker.is_first_rank:
+        path = options.cost_table
+        worker.faults.run("cost table", lambda: save_table(path, key, measured), lambda: None)
+        logger.info("DSPARK: step cost written to %s; the next start reads it.", path)
+    return _model(measured, worker), report
+
+
+def _model(table: CostTable | None, worker: Any) -> CostModel | None:
+    return None if table is None else CostModel(table, max_depth=worker.gamma)

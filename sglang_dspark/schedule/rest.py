@@ -1,0 +1,53 @@
+"""Decides when the draft model rests: no forward of it at all, while drafting would not pay anyway."""
+
+# No-draft plans in a row before the draft rests: one odd step must not cool it down.
+PATIENCE = 8
+# Steps of the first rest, and of the longest. A rest that ends in vain doubles the next one, so that a draft that never
+# pays costs PATIENCE extends in every LONGEST steps.
+SHORTEST, LONGEST = 16, 512
+# A batch that changed by a quarter since the rest began is another load, and worth asking again at once.
+OTHER_LOAD = 0.25
+
+
+class DraftRest:
+    """Whether the step keeps the draft model warm (its extend runs, so the next step can draft) or lets it rest.
+
+    A resting draft misses the tokens of the rest in its KV; it may draft worse for requests that lived through one, and
+    stays exact, as any draft does. Memory: a few numbers.
+    """
+
+    def __init__(self) -> None:
+        self.resting = False
+        self.rests = 0
+        """How often a rest began."""
+        self._idle = 0
+        self._rested = 0
+        self._length = SHORTEST
+        self._load = 0
+
+    def step(self, wants: int, requests: int) -> int:
+        """The depth to draft in this step, given the plan's, `wants`, and the batch's size.
+
+        0 while resting and in the step that ends a rest, whose extend prepares the next step's draft.
+        """
+        if self.resting:
+            self._rested += 1
+            over = self._rested >= self._length or abs(requests - self._load) > OTHER_LOAD * self._load
+            if wants and over:
+                self.wake()
+            return 0
+        if wants:
+            if self._idle == 0:
+                self._length = SHORTEST  # drafted twice in a row: the last rest did not end in vain
+            self._idle = 0
+            return wants
+        self._idle += 1
+        if self._idle > PATIENCE:
+            self.resting, self.rests, self._rested, self._load = True, self.rests + 1, 0, requests
+        return 0
+
+    def wake(self) -> None:
+        """End a rest: from the next step on the draft can be used."""
+        if self.resting:
+            self.resting, self._idle = False, 1
+            self._length = min(2 * self._length, LONGEST)
