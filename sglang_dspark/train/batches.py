@@ -18,8 +18,9 @@ class Batch:
 
     row, start int64 [chains], row by row in rising columns; answer bool [chains]: whether the chain drafts answer
     tokens, as in serving, or is started inside the prompt. The pair (hidden state i, token i + 1) at a column predicts
-    token i + 2: text int64 [rows, columns] is that token (-1 where there is none to score), final float32 [chains,
-    hidden] the target's last hidden state at token i + 1, whose head gives its distribution.
+    token i + 2: text int64 [rows, columns] is that token (-1 where there is none to score). Of the pairs with such a
+    token, row by row, final float32 [scored, hidden] is the target's last hidden state at token i + 1, whose head gives
+    its distribution; at int64 [chains] says which of them is the chain's own start, the next columns' following it.
     """
 
     pairs: Pairs
@@ -28,6 +29,7 @@ class Batch:
     answer: Tensor
     text: Tensor
     final: Tensor
+    at: Tensor
 
 
 def is_usable(sample: Sample) -> bool:
@@ -35,15 +37,16 @@ def is_usable(sample: Sample) -> bool:
     return sample.tokens.numel() >= sample.prompt_tokens + 2
 
 
-def collate(samples: list[Sample], answers_only: bool = False) -> Batch:
+def collate(samples: list[Sample], prompt_share: float = 1.0, seed: int = 0) -> Batch:
     """Samples side by side; every one usable.
 
     Answer tokens are P .. T - 1 (P the prompt's size). Pair i holds hidden state i and token i + 1. In serving chains
     start from i = P - 1 on, the first pair after prefill, which predicts token P + 1; the last is T - 3, which predicts
-    token T - 1. For training (not `answers_only`) they also start inside the prompt, from `sample.first` on.
+    token T - 1. For training they also start inside the prompt, from `sample.first` on: a seeded choice of
+    `prompt_share` of those.
     """
     sizes = [sample.tokens.numel() - 2 for sample in samples]
-    begins = [sample.prompt_tokens - 1 if answers_only else sample.first for sample in samples]
+    begins = [sample.prompt_tokens - 1 if prompt_share == 0 else sample.first for sample in samples]
     rows, columns, width = len(samples), max(sizes), samples[0].aux.shape[1]
     aux = torch.zeros(rows, columns, width)
     tokens = torch.zeros(rows, columns, dtype=torch.long)
@@ -58,7 +61,9 @@ def collate(samples: list[Sample], answers_only: bool = False) -> Batch:
         final.append(sample.final[begin - sample.first :].float())
     row_of, start = (text >= 0).nonzero(as_tuple=True)
     in_answer = start >= torch.tensor([sample.prompt_tokens - 1 for sample in samples])[row_of]
-    return Batch(Pairs(aux, tokens, real), row_of, start, in_answer, text, torch.cat(final))
+    drawn = torch.rand(row_of.numel(), generator=torch.Generator().manual_seed(seed))
+    (at,) = (in_answer | (drawn < prompt_share)).nonzero(as_tuple=True)
+    return Batch(Pairs(aux, tokens, real), row_of[at], start[at], in_answer[at], text, torch.cat(final), at)
 
 
 def epoch(samples: list[Sample], answers: int, seed: int) -> Iterator[list[Sample]]:

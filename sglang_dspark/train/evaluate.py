@@ -95,7 +95,7 @@ def evaluate(
     usable = sorted((s for s in samples if is_usable(s)), key=lambda s: s.prompt_tokens)
     for first in tqdm(range(0, len(usable), answers), desc="evaluate", unit="batch"):
         part = usable[first : first + answers]
-        batch = collate(part, answers_only=True)
+        batch = collate(part, prompt_share=0)
         runs = agreeing_run(draft, batch, deepest)
         for row, sample in enumerate(part):
             mode = "greedy" if sample.temperature == 0 else f"temperature {sample.temperature}"

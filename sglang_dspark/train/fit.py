@@ -39,7 +39,10 @@ class Fitting:
     epochs: int = 6
     answers_per_step: int = 8
     steps: int = 4
-    prompt_weight: float = 0.5  # of a chain started inside the prompt, against 1 in the answer
+    # Chains started inside the prompts, whose hidden states come with the prefill anyway; drawn anew every epoch.
+    prompt_share: float = 0.5
+    # Below 1 the wanted distribution is sharpened toward the target's argmax, which is all that greedy drafts are for.
+    teacher_temperature: float = 1.0
     learning_rate: float = 2e-3
     warmup: float = 0.04  # share of all steps
     weight_decay: float = 0.05
@@ -62,7 +65,7 @@ class Objective:
         self.to_draft = torch.full((target.shape.vocab,), -1)
         self.to_draft[draft_tokens] = torch.arange(draft_tokens.numel())
         self.steps = options.steps
-        self.prompt_weight = options.prompt_weight
+        self.teacher_temperature = options.teacher_temperature
 
     def __call__(self, draft: Draft, batch: Batch) -> tuple[Tensor, Tensor]:
         """(loss, acceptance [steps]): acceptance is the share of reached draft tokens in answers that are the text's.
@@ -72,21 +75,17 @@ class Objective:
         a token that the draft cannot say is no example.
         """
         with torch.no_grad():
-            wanted = torch.softmax(F.linear(batch.final, self.head), dim=-1)
-        # Row c of `wanted` belongs to chain c's own start, so to column start + s for chain c + s of the same row.
-        index = torch.arange(batch.row.numel())
+            wanted = torch.softmax(F.linear(batch.final, self.head / self.teacher_temperature), dim=-1)
+        at, answers = batch.at, batch.answer
         chains = draft.begin(batch.pairs, batch.row, batch.start)
-        weight = torch.where(batch.answer, 1.0, self.prompt_weight)
-        total = weight.sum()
         losses, acceptance = [], []
         for step in range(self.steps):
             text = batch.text[chains.row, chains.start + step]
             label = self.to_draft[text]
             sayable = label >= 0
-            entropy = F.cross_entropy(chains.logits[sayable], wanted[(index + step)[sayable]], reduction="none")
-            losses.append((entropy * weight[index[sayable]]).sum() / total)
+            entropy = F.cross_entropy(chains.logits[sayable], wanted[(at + step)[sayable]], reduction="sum")
+            losses.append(entropy / batch.at.numel())
             hit = (chains.logits.detach().argmax(-1) == label) & sayable
-            answers = batch.answer[index]
             acceptance.append(hit[answers].sum() / answers.sum().clamp(min=1))
             if step + 1 == self.steps:
                 break
@@ -96,7 +95,7 @@ class Objective:
             if not keep.any():
                 acceptance += [torch.zeros(())] * (self.steps - step - 1)
                 break
-            chains, index = draft.advance(chains, keep), index[keep]
+            chains, at, answers = draft.advance(chains, keep), at[keep], answers[keep]
         return torch.stack(losses).sum(), torch.stack(acceptance)
 
 
@@ -129,13 +128,13 @@ def average_gradients(draft: Draft, workers: int) -> None:
 
 
 def _fit_rank(
-    rank: int, workers: int, rendezvous: str, target_folder: Path, data: Path, out: Path, options: Fitting
+    rank: int, workers: int, rendezvous: str, target_folder: Path, shards: list[Path], out: Path, options: Fitting
 ) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
     target = Target(target_folder)
-    samples = [sample for sample in load_samples(data) if is_usable(sample)]
+    samples = [sample for sample in load_samples(shards) if is_usable(sample)]
     draft_tokens = choose_draft_tokens(token_counts(samples, target.shape.vocab), options.draft_vocab)
     scale = measure_aux_scale(samples[:: max(1, len(samples) // 64)], len(target.aux_layers))
     draft = draft_from_target(target, draft_tokens, scale, options.seed)
@@ -155,7 +154,7 @@ def _fit_rank(
         loss, acceptance = torch.zeros(()), torch.zeros(options.steps)
         optimizer.zero_grad(set_to_none=False)
         if mine:  # the last batch of an epoch may be smaller than the number of processes
-            loss, acceptance = objective(draft, collate(mine))
+            loss, acceptance = objective(draft, collate(mine, options.prompt_share, seed=options.seed + step))
             loss.backward()
         average_gradients(draft, workers)
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
@@ -182,19 +181,20 @@ def is_finished(out: Path) -> bool:
     return log.exists() and json.loads(log.read_text())["finished"]
 
 
-def fit(target: Path, data: Path, work: Path, options: Fitting, workers: int) -> Path:
-    """Train on the shards in `data`, or find it done; returns the folder of draft.pt and fit.json under `work`.
+def fit(target: Path, shards: list[Path], work: Path, options: Fitting, workers: int) -> Path:
+    """Train on the samples of `shards`, or find it done; returns the folder of draft.pt and fit.json under `work`.
 
     Both are written four times an epoch, so that a usable draft exists early.
     """
-    content = json.dumps([data.name, sorted(file.name for file in data.iterdir()), asdict(options), workers])
+    names = [f"{shard.parent.name}/{shard.name}" for shard in shards]
+    content = json.dumps([names, asdict(options), workers])
     out = work / f"fit-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if is_finished(out):
         return out
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = (workers, f"{scratch}/rendezvous", target, data, out, options)
+        arguments = (workers, f"{scratch}/rendezvous", target, shards, out, options)
         if workers == 1:
             _fit_rank(0, *arguments)
         else:

@@ -13,10 +13,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,15 @@ def shared_prefix(rows: list[Row]) -> int:
     shortest = min(len(row.tokens) for row in rows)
     for i in range(shortest - 2):
         if len({row.tokens[i] for row in rows}) > 1:
+            return i
+    return shortest - 2
+
+
+def shared_suffix(rows: list[Row]) -> int:
+    """How many final tokens all prompts have in common: what the template puts after the user's words."""
+    shortest = min(len(row.tokens) for row in rows)
+    for i in range(shortest - 2):
+        if len({row.tokens[-1 - i] for row in rows}) > 1:
             return i
     return shortest - 2
 
@@ -203,19 +214,50 @@ def _start_worker(target: Path, aux_layers: tuple[int, ...] | None) -> None:
     _worker.append(Target(target, aux_layers))
 
 
-def _write_shard(path: Path, rows: list[Row], first: int, max_new_tokens: int, seed: int) -> int:
-    samples = answer(_worker[0], rows, first, max_new_tokens, seed)
+def _write_shard(path: Path, make: Callable[[Target], list[Sample]]) -> int:
+    samples = make(_worker[0])
     save_shard(path, samples)
     return sum(sample.tokens.numel() - sample.prompt_tokens for sample in samples)
 
 
-def cache_key(target: Path, prompts: list[Prompt], options: Generation, aux_layers: tuple[int, ...] | None) -> str:
-    """16 hex digits that change with anything the generated data depends on."""
+def shard_folder(
+    target: Path, prompts: list[Prompt], work: Path, options: Any, aux_layers: tuple[int, ...] | None, label: str
+) -> Path:
+    """The folder of generated data, made if need be; its name changes with anything that the data depends on.
+
+    options: a dataclass without what only says how much of the data to make.
+    """
     weights = [[file.name, file.stat().st_size] for file in sorted(target.glob("*.safetensors"))]
     config = (target / "config.json").read_text()
-    # The number of batches does not change what is in each: a longer run goes on from a shorter one.
-    content = json.dumps([config, weights, digest(prompts), asdict(replace(options, batches=None)), aux_layers])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    content = json.dumps([config, weights, digest(prompts), asdict(options), aux_layers])
+    folder = work / f"{label}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_shards(
+    target: Path,
+    jobs: dict[Path, Callable[[Target], list[Sample]]],
+    workers: int,
+    aux_layers: tuple[int, ...] | None,
+    label: str,
+) -> None:
+    """Run the picklable jobs of the shards that do not exist yet, each on a worker's own copy of the target."""
+    todo = {path: make for path, make in jobs.items() if not path.exists()}
+    if not todo:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the workers as they start
+    with (
+        ProcessPoolExecutor(
+            min(workers, len(todo)), multiprocessing.get_context("spawn"), _start_worker, (target, aux_layers)
+        ) as pool,
+        tqdm(total=len(todo), desc=label, unit="shard") as bar,
+    ):
+        written = 0
+        for future in as_completed([pool.submit(_write_shard, path, make) for path, make in todo.items()]):
+            written += future.result()
+            bar.update()
+            bar.set_postfix(answer_tokens=written)
 
 
 def generate(
@@ -226,32 +268,17 @@ def generate(
     workers: int,
     aux_layers: tuple[int, ...] | None = None,
     label: str = "answers",
-) -> Path:
-    """Make (or finish, or find) the shards of `prompts` under `work`; returns their folder."""
-    folder = work / f"{label}-{cache_key(target, prompts, options, aux_layers)}"
-    folder.mkdir(parents=True, exist_ok=True)
+) -> list[Path]:
+    """Make (or finish, or find) the shards of `prompts` under `work`; returns them in order."""
+    # The number of batches does not change what is in each: a longer run goes on from a shorter one.
+    folder = shard_folder(target, prompts, work, replace(options, batches=None), aux_layers, label)
     rows = tokenise(prompts, target, options)
     first = shared_prefix(rows)
-    batches = plan_batches(rows, options)[: options.batches]
-    todo = [(folder / f"{i:05d}.safetensors", batch) for i, batch in enumerate(batches)]
-    open_shards = [(path, batch) for path, batch in todo if not path.exists()]
-    answers = sum(len(row.temperatures) for _, batch in open_shards for row in batch)
-    if not open_shards:
-        return folder
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the workers as they start
-    with (
-        ProcessPoolExecutor(
-            min(workers, len(open_shards)), multiprocessing.get_context("spawn"), _start_worker, (target, aux_layers)
-        ) as pool,
-        tqdm(total=answers, desc=label, unit="answer") as bar,
-    ):
-        futures = {
-            pool.submit(_write_shard, path, batch, first, options.max_new_tokens, seed_of(path, options)): batch
-            for path, batch in open_shards
-        }
-        written = 0
-        for future in as_completed(futures):
-            written += future.result()
-            bar.update(sum(len(row.temperatures) for row in futures[future]))
-            bar.set_postfix(tokens=written)
-    return folder
+    jobs = {}
+    for i, batch in enumerate(plan_batches(rows, options)[: options.batches]):
+        path = folder / f"{i:05d}.safetensors"
+        jobs[path] = partial(
+            answer, rows=batch, first=first, max_new_tokens=options.max_new_tokens, seed=seed_of(path, options)
+        )
+    make_shards(target, jobs, workers, aux_layers, label)
+    return list(jobs)

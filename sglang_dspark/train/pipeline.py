@@ -16,17 +16,24 @@ import torch
 
 from sglang_dspark.train.data import Prompt, digest, is_left_out, read_prompts
 from sglang_dspark.train.evaluate import evaluate
+from sglang_dspark.train.examples import gather
 from sglang_dspark.train.export import export, import_draft
 from sglang_dspark.train.fit import Fitting, fit, load_draft
 from sglang_dspark.train.generate import Generation, generate
+from sglang_dspark.train.head import fit_head, judge
 from sglang_dspark.train.plot import plot_fit
 from sglang_dspark.train.store import load_samples
 from sglang_dspark.train.target import Target
+from sglang_dspark.train.variations import Variations, write_variations
 
 # Measured on every left-out prompt, greedy, and on some at temperature 1, which serving defaults to.
-LEFT_OUT_ANSWERS = ((0.0, 1.0), (1.0, 0.3))
+LEFT_OUT_ANSWERS = ((0.0, 1.0), (1.0, 0.6))
 # Longer prompts than trained on count, too: a server gets them. Covers all but the longest 1 % of the prompts used.
 LEFT_OUT_PROMPT_TOKENS = 1200
+
+
+# Left-out answers at which a head is judged this many draft positions deep; enough chains come that far.
+DEPTH = 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Recipe:
     workers: int
     left_out: float
     generation: Generation
+    variations: Variations
     fitting: Fitting
 
 
@@ -50,10 +58,36 @@ def split(prompts: list[Prompt], fraction: float, seed: int) -> tuple[list[Promp
     return kept, left
 
 
-def train(recipe: Recipe) -> dict[str, Any]:
-    """Run the recipe; the draft, metrics.json and fit.png land in `recipe.out`. Returns the metrics.
+def hold_back(answers: list[Path], variations: list[Path]) -> tuple[list[Path], list[Path]]:
+    """(shards for the draft, shards for its head): a draft is too sure of text it was fitted to, and a head that learnt
+    there would be, too.
 
-    Wrong input raises ValueError with the remedy before anything is generated.
+    Held back is a fifth of the variations, or of the answers where there are none; of one shard, none.
+    """
+    source = variations or answers
+    held = source[-max(1, len(source) // 5) :]
+    rest = [shard for shard in answers + variations if shard not in held]
+    return rest or source, held
+
+
+class Stages:
+    """Seconds of each stage; a stage found done from an earlier run takes about 0."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, stage: str, work: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        result = work()
+        self.seconds[stage] = round(time.monotonic() - began, 1)
+        return result
+
+
+def train(recipe: Recipe, draft: Path | None = None) -> dict[str, Any]:
+    """Run the recipe; the draft with its head, metrics.json and fit.png land in `recipe.out`. Returns the metrics.
+
+    With `draft`, a folder in SGLang's format, that draft stays as it is: only its head is trained, and head and metrics
+    land in `recipe.out`. Wrong input raises ValueError with the remedy before anything is generated.
     """
     prompts = read_prompts(recipe.prompts)
     kept, left = split(prompts, recipe.left_out, recipe.generation.seed)
@@ -62,28 +96,32 @@ def train(recipe: Recipe) -> dict[str, Any]:
             f"--left-out {recipe.left_out} leaves {len(kept)} prompts to train on and {len(left)} to measure on; "
             "give more prompts or another fraction"
         )
-    seconds: dict[str, float] = {}
-
-    def timed(stage: str, work: Callable[[], Any]) -> Any:
-        began = time.monotonic()
-        result = work()
-        seconds[stage] = round(time.monotonic() - began, 1)
-        return result
-
+    timed = Stages()
     longest = max(recipe.generation.max_prompt_tokens, LEFT_OUT_PROMPT_TOKENS)
     measuring = replace(recipe.generation, answers=LEFT_OUT_ANSWERS, max_prompt_tokens=longest, batches=None)
-    data = timed("generate", lambda: generate(recipe.target, kept, recipe.work, recipe.generation, recipe.workers))
-    fitted = timed("fit", lambda: fit(recipe.target, data, recipe.work, recipe.fitting, recipe.workers))
+    where = (recipe.target, kept, recipe.work)
+    answers = timed("generate", lambda: generate(*where, recipe.generation, recipe.workers))
+    varied = timed("write_variations", lambda: write_variations(*where, recipe.variations, recipe.workers))
+    for_draft, for_head = hold_back(answers, varied)
+    target = Target(recipe.target)
+    metrics: dict[str, Any] = {}
+    if draft is None:
+        fitted = timed("fit", lambda: fit(recipe.target, for_draft, recipe.work, recipe.fitting, recipe.workers))
+        metrics["draft_bytes"] = export(load_draft(fitted, target), recipe.out)
+        # The fit's own time is kept with its log: the stage's is 0 where it was found done.
+        metrics["fit_seconds"] = json.loads((fitted / "fit.json").read_text())["seconds"]
+        plot_fit(fitted / "fit.json", recipe.out / "fit.png")
+    shipped = import_draft(draft or recipe.out, target.shape, target.embed)
+    shown = timed("head_examples", lambda: gather(shipped, target, load_samples(for_head), DEPTH))
+    head, metrics["head"] = timed("fit_head", lambda: fit_head(shown, target.embed, recipe.out))
     left_data = timed(
         "generate_left_out",
         lambda: generate(recipe.target, left, recipe.work, measuring, recipe.workers, label="left-out"),
     )
-    target = Target(recipe.target)
-    size = export(load_draft(fitted, target), recipe.out)
-    shipped = import_draft(recipe.out, target.shape, target.embed)
-    report = timed("evaluate", lambda: evaluate(shipped, load_samples(left_data)))
-    metrics = {
-        "accepted_length": report,
+    left_samples = load_samples(left_data)
+    metrics["accepted_length"] = timed("evaluate", lambda: evaluate(shipped, left_samples))
+    metrics["confidence"] = timed("judge", lambda: judge(head, gather(shipped, target, left_samples, DEPTH)))
+    metrics |= {
         "prompts": {
             "sha256": digest(prompts),
             "files": dict(Counter(p.source for p in prompts)),
@@ -91,31 +129,28 @@ def train(recipe: Recipe) -> dict[str, Any]:
             "left_out_rule": "first 8 bytes of SHA-256('left-out-SEED:' + prompt text), big-endian, / 2**64 < FRACTION",
             "left_out_fraction": recipe.left_out,
         },
-        "data": describe(data),
+        "data": {"draft": describe(for_draft), "head": describe(for_head)},
         "generation": asdict(recipe.generation),
+        "variations": asdict(recipe.variations),
         "fitting": asdict(recipe.fitting),
         "workers": recipe.workers,
-        "draft_bytes": size,
-        # Of this run; a stage found done from an earlier one takes about 0. The fit's own is kept with its log.
-        "seconds": seconds,
-        "fit_seconds": json.loads((fitted / "fit.json").read_text())["seconds"],
+        "seconds": timed.seconds,
         "peak_memory_mb_of_a_process": max(
             resource.getrusage(who).ru_maxrss // 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         ),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     (recipe.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    plot_fit(fitted / "fit.json", recipe.out / "fit.png")
     return metrics
 
 
-def describe(data: Path) -> dict[str, int]:
+def describe(shards: list[Path]) -> dict[str, int]:
     """Sizes of generated training data."""
-    samples = load_samples(data)
+    samples = load_samples(shards)
     answer_tokens = sum(s.tokens.numel() - s.prompt_tokens for s in samples)
     return {
         "answers": len(samples),
         "answer_tokens": answer_tokens,
         "context_tokens": sum(s.prompt_tokens for s in samples),
-        "bytes": sum(file.stat().st_size for file in data.iterdir()),
+        "bytes": sum(shard.stat().st_size for shard in shards),
     }

@@ -55,6 +55,6 @@ def load_shard(path: Path) -> list[Sample]:
     ]
 
 
-def load_samples(folder: Path) -> list[Sample]:
-    """Every sample of a folder's shards, in shard order."""
-    return [sample for path in sorted(folder.glob("*.safetensors")) for sample in load_shard(path)]
+def load_samples(shards: list[Path]) -> list[Sample]:
+    """Every sample of the shards, in their order."""
+    return [sample for path in shards for sample in load_shard(path)]

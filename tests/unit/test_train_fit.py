@@ -26,17 +26,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     options = Generation(max_new_tokens=16, answers=((0.0, 1.0), (0.8, 1.0)))
     return generate(target, PROMPTS, tmp_path_factory.mktemp("work"), options, workers=1)
 
 
 @pytest.fixture(scope="module")
-def fitted(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fitted(target: Path, data: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fit(target, data, tmp_path_factory.mktemp("fit"), OPTIONS, workers=1)
 
 
-def test_fitting_twice_gives_the_same_weights(target: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
+def test_fitting_twice_gives_the_same_weights(target: Path, data: list[Path], fitted: Path, tmp_path: Path) -> None:
     folder = fit(target, data, tmp_path, OPTIONS, workers=1)
     again, first = (torch.load(f / "draft.pt", weights_only=True) for f in (folder, fitted))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -44,7 +44,7 @@ def test_fitting_twice_gives_the_same_weights(target: Path, data: Path, fitted: 
     assert len(steps) == 2 * 3  # 8 answers, 3 a step, twice over
 
 
-def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, data: Path, fitted: Path) -> None:
+def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, data: list[Path], fitted: Path) -> None:
     written = (fitted / "draft.pt").stat().st_mtime_ns
     assert fit(target, data, fitted.parent, OPTIONS, workers=1) == fitted
     assert (fitted / "draft.pt").stat().st_mtime_ns == written
@@ -55,7 +55,7 @@ def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, 
     assert fit(target, data, fitted.parent, replace(OPTIONS, seed=1), workers=1) != fitted
 
 
-def test_two_processes_fit_as_one_does(target: Path, data: Path, tmp_path: Path) -> None:
+def test_two_processes_fit_as_one_does(target: Path, data: list[Path], tmp_path: Path) -> None:
     # Each process averages over its own tokens, so with unequal answers the gradients are near, not equal.
     options = Fitting(draft_vocab=64, epochs=1, answers_per_step=4, steps=1)
     still = replace(options, learning_rate=0.0)

@@ -90,15 +90,13 @@ def test_sampling_is_seeded_and_follows_the_temperature() -> None:
 
 
 def test_a_run_cut_short_goes_on_and_a_whole_one_is_found(folder: Path, tmp_path: Path) -> None:
-    data = generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1)
-    shards = sorted(data.glob("*.safetensors"))
-    first = [s.tokens.tolist() for s in load_samples(data)]
+    shards = generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1)
+    first = [s.tokens.tolist() for s in load_samples(shards)]
     written = shards[0].stat().st_mtime_ns
-    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == data
+    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == shards
     assert shards[0].stat().st_mtime_ns == written
     shards[0].unlink()
-    (data / "00000.partial").write_bytes(b"cut short")
-    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == data
-    assert [s.tokens.tolist() for s in load_samples(data)] == first
-    other = generate(folder, PROMPTS[:2], tmp_path, OPTIONS, workers=1)
-    assert other != data
+    shards[0].with_suffix(".partial").write_bytes(b"cut short")
+    assert generate(folder, PROMPTS, tmp_path, OPTIONS, workers=1) == shards
+    assert [s.tokens.tolist() for s in load_samples(shards)] == first
+    assert not set(generate(folder, PROMPTS[:2], tmp_path, OPTIONS, workers=1)) & set(shards)

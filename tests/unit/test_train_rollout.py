@@ -86,7 +86,7 @@ def test_rollout_equals_a_draft_served_pair_by_pair(draft: Draft, samples: list[
 
 
 def test_each_chain_is_taught_the_token_after_its_pair(target: Target, samples: list[Sample]) -> None:
-    batch = collate(samples, answers_only=True)
+    batch = collate(samples, prompt_share=0)
     for row, sample in enumerate(samples):
         mine = batch.row == row
         starts = batch.start[mine]
@@ -98,15 +98,30 @@ def test_each_chain_is_taught_the_token_after_its_pair(target: Target, samples: 
             assert int(target.logits(final).argmax()) == following  # the answers are greedy
 
 
+def test_a_thinned_batch_keeps_all_answers_and_its_chains_their_own_targets(
+    target: Target, samples: list[Sample]
+) -> None:
+    whole, thin = collate(samples), collate(samples, prompt_share=0.4, seed=1)
+    assert torch.equal(thin.final, whole.final)
+    kept = set(zip(thin.row.tolist(), thin.start.tolist(), strict=True))
+    every = set(zip(whole.row.tolist(), whole.start.tolist(), strict=True))
+    answers = {(row, start) for row, start in every if start >= samples[row].prompt_tokens - 1}
+    assert answers < kept < every
+    for row, start, at in zip(thin.row.tolist(), thin.start.tolist(), thin.at.tolist(), strict=True):
+        assert torch.equal(thin.final[at], samples[row].final[start - samples[row].first].float())
+    other = collate(samples, prompt_share=0.4, seed=2)
+    assert thin.at.tolist() == collate(samples, prompt_share=0.4, seed=1).at.tolist() != other.at.tolist()
+
+
 def test_training_also_starts_inside_the_prompt_but_marks_it(samples: list[Sample]) -> None:
-    everything, answers = collate(samples), collate(samples, answers_only=True)
+    everything, answers = collate(samples), collate(samples, prompt_share=0)
     assert everything.row.numel() > answers.row.numel()
     assert int(everything.answer.sum()) == answers.row.numel() and bool(answers.answer.all())
 
 
 @torch.no_grad()
 def test_agreeing_run_equals_a_served_chain(draft: Draft, samples: list[Sample]) -> None:
-    batch = collate(samples, answers_only=True)
+    batch = collate(samples, prompt_share=0)
     runs = agreeing_run(draft, batch, depth=3)
     for row, start in zip(batch.row[::3].tolist(), batch.start[::3].tolist(), strict=True):
         sample = samples[row]
@@ -128,7 +143,7 @@ def test_a_draft_that_copies_the_target_is_always_accepted(
     samples: list[Sample], draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     perfect = Draft(draft.shape, draft.embed, torch.arange(VOCAB), draft.aux_scale)
-    text = collate(sorted(samples, key=lambda s: s.prompt_tokens), answers_only=True).text
+    text = collate(sorted(samples, key=lambda s: s.prompt_tokens), prompt_share=0).text
     none = torch.empty(0)
 
     def oracle(pairs: Pairs, row: torch.Tensor, start: torch.Tensor, step: int = 0) -> Chains:
