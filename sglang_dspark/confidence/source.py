@@ -1,0 +1,105 @@
+"""Where confidence comes from: what is known of a position before its token is drawn, as evidence for a logistic model.
+
+This is the one place that differs between a draft with a trained head and one without. A source names what the engine
+keeps of each position (``shown``), makes evidence of it, and says where its coefficients start and how firmly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_dspark.confidence.features import FEATURES
+
+Doubles = NDArray[np.float64]
+
+# How a request's tokens are verified decides what is accepted, so each rule is fitted on its own.
+RULES = ("greedy", "sampled")
+# Logits are cut here, at probabilities of 1e-4 and 1 - 1e-4: float32 resolves 1 - p no better, and one infinite logit
+# must not outweigh everything else.
+MOST = 9.2
+
+
+class Source(NamedTuple):
+    """One way to tell how likely a draft token is to be accepted."""
+
+    name: str
+    shown: tuple[str, ...]
+    """What is kept of each position."""
+    evidence: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(shown [R, depth, len(shown)], recent [R], rule [R] int64) to [R, depth, D]: 1, the raw logit, and the rest. NaN
+    where shown is NaN."""
+    start: Doubles
+    """[rules, D] coefficients before anything was seen, the same for each position."""
+    pooled: Doubles
+    position: Doubles
+    """[D] how firmly coefficients are held, see online.Lean."""
+    low: Doubles
+    high: Doubles
+    """[D] bounds of the coefficients."""
+
+    def logits(
+        self, shown: NDArray[np.float32], recent: NDArray[np.float32], rule: NDArray[np.integer]
+    ) -> NDArray[np.float64]:
+        """[R, depth] what the source says before anything was learnt; NaN where ``shown`` is."""
+        rules = torch.from_numpy(rule.astype(np.int64))
+        evidence = self.evidence(torch.from_numpy(shown), torch.from_numpy(recent), rules).numpy()
+        return np.asarray((evidence * self.start[rule][:, None]).sum(axis=-1), np.float64)
+
+
+def _of_features(shown: Tensor, recent: Tensor, rule: Tensor) -> Tensor:
+    logit, margin, entropy = shown.unbind(-1)
+    return torch.stack(
+        [
+            torch.ones_like(logit),
+            logit.clamp(-MOST, MOST),
+            margin.clamp(0.0, MOST),
+            entropy.clamp(0.0, MOST),
+            recent[:, None].expand_as(logit),
+        ],
+        dim=-1,
+    )
+
+
+def _of_head(shown: Tensor, recent: Tensor, rule: Tensor) -> Tensor:
+    logit = shown[torch.arange(len(rule), device=rule.device), :, len(FEATURES) + rule]
+    return torch.stack([torch.ones_like(logit), logit.clamp(-MOST, MOST), recent[:, None].expand_as(logit)], dim=-1)
+
+
+HEADLESS = Source(
+    name="draft",
+    shown=FEATURES,
+    evidence=_of_features,
+    start=np.array([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2),
+    pooled=np.array([20.0, 40.0, 40.0, 40.0, 20.0]),
+    position=np.array([40.0, 80.0, 80.0, 80.0, 80.0]),
+    low=np.array([-6.0, 0.0, -2.0, -2.0, -10.0]),
+    high=np.array([6.0, 3.0, 2.0, 2.0, 10.0]),
+)
+HEAD = Source(
+    name="head",
+    shown=(*FEATURES, *RULES),  # the head's logit for each rule behind what it read
+    evidence=_of_head,
+    start=np.array([[0.0, 1.0, 0.0]] * 2),
+    pooled=np.array([20.0, 40.0, 20.0]),
+    position=np.array([40.0, 80.0, 80.0]),
+    low=np.array([-6.0, 0.0, -10.0]),
+    high=np.array([6.0, 3.0, 10.0]),
+)
+
+
+def source_of(shown: tuple[str, ...]) -> Source:
+    """The source that keeps these of each position, as a trace names them.
+
+    Raises:
+        ValueError: none does.
+    """
+    for source in (HEADLESS, HEAD):
+        if source.shown == shown:
+            return source
+    raise ValueError(f"no source of confidence shows {', '.join(shown)}; record the trace with this version.")
