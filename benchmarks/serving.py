@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=8, help="requests at each load, or one a user if more")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
     args = parser.parse_args()
@@ -84,7 +86,7 @@ def main() -> None:
                     del kinds[name]
     loads = [summary(users, kinds, runs) for users in args.users]
     show(console, loads, kinds)
-    print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "loads": loads}))
+    print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "sweep": sweep(loads), "loads": loads}))
 
 
 def measure(
@@ -93,24 +95,20 @@ def measure(
     """One server, all loads."""
     most = max(args.users)
     pool = ("--max-total-tokens", str(most * 1024), "--max-running-requests", str(most))
-    with Server("--model-path", str(args.target), *pool, *flags) as server:
-        load(server, ids, min(4, most), args)  # warm-up
+    with Server("--model-path", str(args.target), *pool, *flags, threads=args.threads) as server:
+        load(server, ids, min(8, most), args)  # warm-up
         for users in args.users:
             runs[users, name].append(load(server, ids, users, args))
 
 
 def load(server: Server, ids: list[list[int]], users: int, args: argparse.Namespace) -> Run:
-    """``users`` clients, each sending two requests one after the other."""
+    """``users`` clients that take the next prompt as soon as their last one is answered."""
     server.flush()
     before = server.info().get("dspark")
-    chosen = [ids[i % len(ids)] for i in range(2 * users)]
-
-    def client(at: int) -> list[dict[str, Any]]:
-        return [stream(server, chosen[i], args) for i in (at, at + users)]
-
+    chosen = [ids[i % len(ids)] for i in range(max(users, args.requests))]
     start = time.perf_counter()
     with ThreadPoolExecutor(users) as pool:
-        replies = [reply for both in pool.map(client, range(users)) for reply in both]
+        replies = list(pool.map(lambda prompt: stream(server, prompt, args), chosen))
     seconds = time.perf_counter() - start
     tokens = sum(reply["tokens"] for reply in replies)
     verifies = sum(reply["verifies"] for reply in replies)
@@ -145,10 +143,11 @@ def stream(server: Server, prompt: list[int], args: argparse.Namespace) -> dict[
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """What a load added to DSPARK's counters."""
-    names = ("steps", "requests", "drafted", "verified", "accepted", "target_tokens")
+    names = ("steps", "requests", "drafted", "verified", "accepted", "target_tokens", "rest_steps")
     counted = {name: after.get(name, 0) - before.get(name, 0) for name in names}
     depths = {d: n - before["depths"].get(d, 0) for d, n in after["depths"].items()}
-    return {**counted, "depths": {d: n for d, n in depths.items() if n}, "prior": after["prior"]}
+    mean_budget = round(counted["verified"] / max(counted["steps"], 1), 2)
+    return {**counted, "mean_budget": mean_budget, "depths": {d: n for d, n in depths.items() if n}}
 
 
 def summary(users: int, kinds: dict[str, Any], runs: dict[tuple[int, str], list[Run]]) -> dict[str, Any]:
@@ -171,6 +170,12 @@ def summary(users: int, kinds: dict[str, Any], runs: dict[tuple[int, str], list[
     return row
 
 
+def sweep(loads: list[dict[str, Any]]) -> dict[str, float]:
+    """Each kind over all loads: the mean of its share of the best at each."""
+    rates = [row["tokens_per_second"] for row in loads]
+    return {kind: round(statistics.mean(r[kind] / max(r.values()) for r in rates), 4) for kind in rates[0]}
+
+
 def show(console: Console, loads: list[dict[str, Any]], kinds: dict[str, Any]) -> None:
     """Tokens per second, kinds across and loads down."""
     table = Table(title="tokens/s (accepted length)")
@@ -182,6 +187,7 @@ def show(console: Console, loads: list[dict[str, Any]], kinds: dict[str, Any]) -
         cells = [f"{row['tokens_per_second'][k]:.1f} ({row['accepted_length'][k]:.2f})" for k in kinds]
         table.add_row(str(row["users"]), *cells, str(row.get("dspark_to_best", "-")))
     console.print(table)
+    console.print("share of the best, mean over the loads: ", sweep(loads))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What the metrics count, under the labels given."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from sglang_dspark.observe.metrics import COUNTERS, GAUGES, SPLIT, StepMetrics
+
+
+def read(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    return registry.get_sample_value(f"dspark:{name}", {"model_name": "m", "tp_rank": "0", **labels}) or 0.0
+
+
+def metrics() -> tuple[StepMetrics, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return StepMetrics({"model_name": "m", "tp_rank": 0}, gamma=3, registry=registry), registry
+
+
+def test_a_step_is_counted_once_and_its_requests_each():
+    it, registry = metrics()
+    verified, accepted = np.array([3, 1, 0, 2]), np.array([2, 1, 0, 0])
+    confidence = np.array([[0.9, 0.8, 0.7], [0.5, 0.0, 0.0], [0.4, 0.0, 0.0], [0.2, 0.1, np.nan]])
+    it.settled(3, verified, accepted, tokens=10, tau=6.5, confidence=confidence)
+    counted = {
+        name: read(registry, f"{name}_total")
+        for name in ("steps", "request_steps", "drafted", "verified", "accepted", "target_tokens", "tokens_produced")
+    }
+    assert counted == {
+        "steps": 1, "request_steps": 4, "drafted": 12, "verified": 6, "accepted": 3, "target_tokens": 10,
+        "tokens_produced": 7,
+    }  # fmt: skip
+    lengths = [read(registry, "accepted_length_total", length=str(n)) for n in (1, 2, 3, 4)]
+    assert lengths == [2, 1, 1, 0]
+    # Position 1 is reached by three requests, 2 and 3 only by the one that accepted what came before.
+    assert [read(registry, "confidence_reached_total", position=str(k)) for k in (1, 2, 3)] == [3, 1, 1]
+    assert [read(registry, "confidence_accepted_total", position=str(k)) for k in (1, 2, 3)] == [2, 1, 0]
+    predicted = [round(read(registry, "confidence_predicted_total", position=str(k)), 6) for k in (1, 2, 3)]
+    assert predicted == [1.6, 0.8, 0.7]
+
+
+def test_a_step_without_a_plan_says_nothing_of_tau():
+    it, registry = metrics()
+    it.settled(1, np.array([1]), np.array([1]), tokens=2, tau=float("nan"), confidence=np.array([[np.nan]]))
+    assert read(registry, "tau_predicted_total") == 0 and read(registry, "tau_realised_total") == 0
+    assert read(registry, "confidence_reached_total", position="1") == 1
+    it.settled(1, np.array([1]), np.array([0]), tokens=2, tau=1.5, confidence=np.array([[0.5]]))
+    assert read(registry, "tau_predicted_total") == 1.5 and read(registry, "tau_realised_total") == 1
+
+
+def test_plans_times_and_faults():
+    it, registry = metrics()
+    it.planned("scheduled", 3, 7, resting=False, seconds=0.001)
+    it.planned("no_draft", 0, 0, resting=True, seconds=0.002)
+    assert read(registry, "mode_total", mode="scheduled") == 1 and read(registry, "depth_steps_total", depth="0") == 1
+    assert (read(registry, "depth"), read(registry, "budget"), read(registry, "rest_steps_total")) == (0, 0, 1)
+    assert round(read(registry, "planner_seconds_total"), 6) == 0.003
+    it.timed(0.01, 0.012)
+    it.fault("plan")
+    assert read(registry, "step_seconds_realised_total") == 0.012
+    assert read(registry, "faults_total", part="plan") == 1
+
+
+def test_an_empty_step_counts_nothing_but_itself():
+    it, registry = metrics()
+    it.settled(0, np.zeros(0, int), np.zeros(0, int), tokens=0, tau=0.0, confidence=np.zeros((0, 3)))
+    assert read(registry, "steps_total") == 1 and read(registry, "request_steps_total") == 0
+
+
+def test_the_dashboard_shows_metrics_that_there_are():
+    dashboard = (Path(__file__).parents[2] / "examples/grafana/dashboard.json").read_text()
+    shown = set(re.findall(r"dspark:(\w+)", dashboard))
+    assert shown == {f"{name}_total" for name in (*COUNTERS, *SPLIT)} | set(GAUGES)
+    json.loads(dashboard)
