@@ -2,16 +2,20 @@
 
     python -m benchmarks.plan
 
-Both start from the same survivals, already multiplied, and price tokens by the same table of tiers; SGLang looks it up
-by the step below, ours by the tier above. joint_us also chooses the draft depth, which SGLang does not.
+Both start from the same survivals, already multiplied, of ten batches in turn (the same one again would let the branch
+predictor learn its sort), and price tokens by the same table of tiers; SGLang looks it up by the step below, ours by
+the tier above. joint_us also chooses the draft depth, which SGLang does not.
 """
 
 import json
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.timing import medians
+from benchmarks.timing import CALLS, medians
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.cpu import install
 from sglang_dspark.schedule import budget_from_survival, joint_from_survival, survival
@@ -31,6 +35,17 @@ def cost_table(requests: int, gamma: int) -> CostTable:
     )
 
 
+def batch(rng: np.random.Generator, requests: int, gamma: int) -> np.ndarray:
+    """Survivals [requests, gamma]. Requests differ in how predictable they are, positions of one request little."""
+    return survival(rng.beta(4 * rng.random((requests, 1)) + 0.5, 1, (requests, gamma)).astype(np.float32))
+
+
+def on_each(batches: list[Any], call: Callable[[Any], object]) -> Callable[[], object]:
+    """A function that calls with the next batch each time."""
+    turn = cycle(batches)
+    return lambda: call(next(turn))
+
+
 def case(requests: int, gamma: int) -> dict[str, float]:
     from sglang.srt.speculative.dspark_components.dspark_planner import (
         DSparkScheduleConfig,
@@ -38,13 +53,10 @@ def case(requests: int, gamma: int) -> dict[str, float]:
     )
     from sglang.srt.speculative.dspark_components.dspark_sps import SpsCostTable
 
-    # Requests differ in how predictable they are, positions of one request little.
     rng = np.random.default_rng(requests)
-    confidence = rng.beta(4 * rng.random((requests, 1)) + 0.5, 1, (requests, gamma)).astype(np.float32)
+    batches = [batch(rng, requests, gamma) for _ in range(CALLS)]
     table = cost_table(requests, gamma)
     cost = CostModel(table, max_depth=gamma).bind(requests, kv_tokens=0)
-    ours = survival(confidence)
-    history = torch.from_numpy(ours.copy(order="C"))
     sps = SpsCostTable(
         sample_batch_tokens=list(table.tokens),
         sample_steps_per_sec=[1 / s for s in table.seconds],
@@ -53,9 +65,14 @@ def case(requests: int, gamma: int) -> dict[str, float]:
     config = DSparkScheduleConfig(gamma=gamma)
     times = medians(
         {
-            "sglang_us": lambda: compute_verify_token_budget(history_survival_probs=history, sps_table=sps, cfg=config),
-            "budget_us": lambda: budget_from_survival(ours, cost),
-            "joint_us": lambda: joint_from_survival(ours, cost),
+            "sglang_us": on_each(
+                [torch.from_numpy(survivals.copy(order="C")) for survivals in batches],
+                lambda survivals: compute_verify_token_budget(
+                    history_survival_probs=survivals, sps_table=sps, cfg=config
+                ),
+            ),
+            "budget_us": on_each(batches, lambda survivals: budget_from_survival(survivals, cost)),
+            "joint_us": on_each(batches, lambda survivals: joint_from_survival(survivals, cost)),
         }
     )
     return {"requests": requests, "gamma": gamma, **{name: round(value, 1) for name, value in times.items()}}

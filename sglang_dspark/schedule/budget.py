@@ -1,33 +1,17 @@
 """Chooses draft depth g and verify budget B: argmax of theta = tau / step_time (arXiv 2607.05147, Algorithm 1)."""
 
-from typing import Any, Literal, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sglang_dspark.schedule.stairs import Doubles, Ints, Stairs, StepTime, stairs
 from sglang_dspark.schedule.survival import Floats, survival
 
-Ints = NDArray[np.int64]
-Doubles = NDArray[np.float64]
 Mode = Literal["scheduled", "verify_all", "no_draft"]
 
 # A predicted gain below one percent is within the error of a profiled step time, so the simpler mode is taken.
 MIN_GAIN = 0.01
-# At the optimum a survival is worth theta times a token's cost, and theta is known to about ten percent before any
-# search: it is at least that of no draft and verify-all. Bounds at both ends of that range left 0.9 depths to sort, of
-# 7, on 54 cost tables of GPU shape; at the lower end alone 1.9.
-_GUESSES = np.array([1.0, 1.1])
-
-
-class StepTime(Protocol):
-    """Seconds of a step that drafts `depth` positions, for each count of tokens sent to the target.
-
-    depth is an int, or an integer array [depths, 1] to be broadcast against tokens [n]. A StepTime that is constant
-    between known counts, as with CUDA graph tiers, may also have edges(first, last) -> Ints: the counts in
-    [first, last), ascending, at which a stair ends, or None where cost changes at every count.
-    """
-
-    def __call__(self, depth: Any, tokens: Ints, /) -> Doubles: ...
 
 
 class Plan(NamedTuple):
@@ -81,53 +65,11 @@ def plan_causal(confidence: Floats, step_time: StepTime, *, depth: int, prefill_
     columns = survival(confidence[:, :depth]).T
     requests, first = len(confidence), prefill_tokens + len(confidence)
     budgets = np.arange(columns.size + 1)
-    tau = _tau(columns, budgets)
+    tau = np.append(requests, _tau(columns, budgets[:-1]))
     theta = tau / step_time(depth, budgets + first)
     stops = np.flatnonzero(theta[1:] <= theta[:-1])
     at = int(stops[0]) if len(stops) else columns.size
-    return _plan(depth, at, requests, tau[at], theta[at])
-
-
-def joint_from_survival(
-    survivals: Floats, step_time: StepTime, min_gain: float = MIN_GAIN, prefill_tokens: int = 0
-) -> Plan:
-    """plan_joint for survivals [R, max depth] already multiplied."""
-    columns = survivals.T
-    max_depth, requests = columns.shape
-    first = prefill_tokens + requests
-    budgets = _budgets(step_time, first, columns.size)
-    depths = np.arange(max_depth + 1)
-    seconds = step_time(depths[:, None], budgets + first)
-
-    # What each depth gives when all of its tokens are verified: depth 0 is no draft.
-    everything = np.empty(max_depth + 1)
-    everything[0] = requests
-    everything[1:] = np.add.reduce(columns, 1, np.float64)
-    np.add.accumulate(everything, 0, None, everything)
-    full = budgets.searchsorted(depths * requests)
-    simple = (everything / seconds[depths, full]).tolist()
-    plain = simple.index(max(simple[1:]), 1)
-    if simple[plain] <= simple[0] * (1 + min_gain):
-        plain = 0
-    best = (plain, full[plain], everything[plain], simple[plain])
-    ceiling = simple[plain] * (1 + min_gain)
-
-    # Depths are searched in the order of a bound on what they can give, until none can win: the optimum is exact, and
-    # seldom is more than one depth sorted.
-    slope = (seconds[-1, -1] - seconds[-1, 0]) / columns.size
-    most = _at_most(columns, max(simple) * slope * _GUESSES, budgets)
-    bounds = np.maximum.reduce(np.minimum(most, everything[:, None]) / seconds, 1)
-    bounds[0] = 0.0  # depth 0 has one budget, and is in `simple`
-    while bounds[depth := int(bounds.argmax())] > ceiling:
-        tau = _tau(columns[:depth], budgets[: full[depth] + 1])
-        theta = tau / seconds[depth, : len(tau)]
-        at = int(theta.argmax())
-        if theta[at] > ceiling:
-            ceiling = theta[at]
-            best = (depth, at, tau[at], ceiling)
-        bounds[depth] = 0.0
-    depth, at, expected, rate = best
-    return _plan(depth, min(int(budgets[at]), depth * requests), requests, expected, rate)
+    return _plan(at, depth, requests, tau.item(at), theta.item(at))
 
 
 def budget_from_survival(
@@ -136,57 +78,92 @@ def budget_from_survival(
     """plan_budget for survivals [R, depth] already multiplied."""
     columns = survivals.T
     depth, requests = columns.shape
-    first = prefill_tokens + requests
-    budgets = _budgets(step_time, first, columns.size)
-    tau = _tau(columns, budgets)
-    theta = tau / step_time(depth, budgets + first)
-    at = int(theta.argmax())
-    simple = 0 if theta[-1] <= theta[0] * (1 + min_gain) else len(theta) - 1
-    if theta[at] <= theta[simple] * (1 + min_gain):
-        at = simple
-    return _plan(depth, int(budgets[at]), requests, tau[at], theta[at])
+    steps = stairs(step_time, prefill_tokens, requests, depth)
+    seconds = step_time(depth, steps.tokens)
+    tau = _tau(columns, steps.starts[depth])
+    theta = tau / seconds[1:]
+    none, everything = requests / seconds.item(0), theta.item(-1)
+    at, floor = (-1, everything) if everything > none * (1 + min_gain) else (None, none)
+    top = int(theta.argmax())
+    if theta[top] > floor * (1 + min_gain):
+        at = top
+    if at is None:
+        return _plan(0, depth, requests, float(requests), none)
+    return _plan(steps.budgets[at if at < 0 else at + 1], depth, requests, tau.item(at), theta.item(at))
 
 
-def _budgets(step_time: StepTime, first: int, size: int) -> Ints:
-    """The budgets that can be best, ascending from 0 to `size`: of a stair only its last, further tokens being free."""
-    find = getattr(step_time, "edges", None)
-    edges = None if find is None else find(first + 1, first + size)
-    if edges is None:
-        return np.arange(size + 1)
-    budgets = np.empty(len(edges) + 2, np.int64)
-    budgets[0], budgets[-1] = 0, size
-    np.subtract(edges, first, budgets[1:-1])
-    return budgets
+def joint_from_survival(
+    survivals: Floats, step_time: StepTime, min_gain: float = MIN_GAIN, prefill_tokens: int = 0
+) -> Plan:
+    """plan_joint for survivals [R, max depth] already multiplied."""
+    columns = survivals.T
+    max_depth, requests = columns.shape
+    steps = stairs(step_time, prefill_tokens, requests, max_depth)
+    seconds = step_time(steps.depths, steps.tokens)
+
+    # What each depth gives when all of its tokens are verified, depth 0 being no draft; in lists, which are faster than
+    # arrays for so few numbers.
+    expected = list(accumulate(np.add.reduce(columns, 1, np.float64).tolist(), initial=float(requests)))
+    simple = [tau / time for tau, time in zip(expected, seconds.take(steps.whole).tolist(), strict=True)]
+    highest = max(simple)
+    plain = 0 if highest <= simple[0] * (1 + min_gain) else simple.index(highest)
+    best = plain * requests, plain, requests, expected[plain], simple[plain]
+    ceiling = simple[plain] * (1 + min_gain)
+
+    # Then depths are sorted, a likely one first, until bounds tell that none of the others can win: the optimum is
+    # exact, and seldom is more than one depth sorted (1.3 of up to 8 over 300 random batches and costs of GPU shape).
+    curve, fixed = seconds[0], seconds[:, 0].tolist()
+    depth, left = simple.index(max(simple[1:]), 1), list(range(1, max_depth + 1))
+    while True:
+        tau = _tau(columns[:depth], steps.starts[depth])
+        theta = tau / seconds[depth, 1 : len(tau) + 1]
+        at = int(theta.argmax())
+        if theta[at] > ceiling:
+            ceiling = theta.item(at)
+            best = min(steps.budgets[at + 1], depth * requests), depth, requests, tau.item(at), ceiling
+        room = _room(columns, ceiling, at + 1, steps, curve, fixed)
+        left = [other for other in left if other != depth and room[other] > 0]
+        if not left:
+            return _plan(*best)
+        depth = max(left, key=room.__getitem__)
 
 
-def _tau(columns: Floats, budgets: Ints) -> Doubles:
-    """Expected tokens produced at each budget, the last of which must be all of columns [depth, R] or more."""
+def _tau(columns: Floats, starts: Ints) -> Doubles:
+    """Expected tokens after each stair, the last of which is all of columns [depth, R].
+
+    starts: where in the ascending survivals the stairs begin, the last one first.
+    """
     ordered = columns.flatten()
     ordered.sort()
-    gains = ordered[::-1].astype(np.float64)
-    tau = np.empty(len(budgets))
-    tau[0] = columns.shape[1]
-    tau[1:] = np.add.reduceat(gains, budgets[:-1]) if len(budgets) <= len(gains) else gains
-    return np.add.accumulate(tau, 0, None, tau)
+    gains = ordered.astype(np.float64)
+    if len(starts) < len(gains):
+        gains = np.add.reduceat(gains, starts)
+    gains[-1] += columns.shape[1]
+    return np.add.accumulate(gains[::-1])
 
 
-def _at_most(columns: Floats, values: Doubles, budgets: Ints) -> Doubles:
-    """Upper bound on tau [depth + 1, n] of every depth and budget B, close where one of the two values is survival B.
+def _room(columns: Floats, rate: float, at: int, steps: Stairs, curve: Doubles, fixed: list[float]) -> list[float]:
+    """Upper bound, for each depth, on the seconds by which it beats `rate`: where there are none, no theta exceeds it.
 
-    B survivals are at most B * value and what all survivals together exceed the value by, whatever the value.
+    For any value, B survivals are at most B * value and what all of them exceed it by. That is close to tau for the
+    B-th largest survival, and at an optimum on stair `at` this one is worth what a token costs there.
     """
-    depth, requests = columns.shape
-    over = columns - values.astype(np.float32)[:, None, None]
-    np.maximum(over, 0, out=over)
-    excess = np.empty((2, depth + 1))
-    excess[:, 0] = requests
-    # A hundred-thousandth for rounding: float32 sums in pairs, which loses far less.
-    excess[:, 1:] = np.add.reduce(over, 2) * (1 + 1e-5)
-    np.add.accumulate(excess, 1, None, excess)
-    low, high = excess[:, :, None] + (values[:, None] * budgets)[:, None]
-    return np.minimum(low, high)
+    requests, budgets = columns.shape[1], steps.budgets
+    low, high = at - 1, min(at + 1, len(budgets) - 1)
+    slope = (curve.item(high) - curve.item(low)) / (budgets[high] - budgets[low])
+    value = np.float32(rate * slope)
+    worth = float(value)
+    gain = steps.drafts * (worth / rate)
+    gain -= curve
+    most = np.maximum.accumulate(gain).take(steps.full).tolist()
+    room, above = [0.0], float(requests)
+    for depth, row in enumerate(np.add.reduce(np.maximum(columns, value), 1).tolist(), 1):
+        # A hundred-thousandth for rounding: float32 sums in pairs, which loses far less.
+        above += row * (1 + 1e-5) - requests * worth
+        room.append(above / rate + most[depth] - fixed[depth] + fixed[0])
+    return room
 
 
-def _plan(depth: int, budget: int, requests: int, tau: float, theta: float) -> Plan:
+def _plan(budget: int, depth: int, requests: int, tau: float, theta: float) -> Plan:
     mode: Mode = "no_draft" if budget == 0 else "verify_all" if budget == requests * depth else "scheduled"
-    return Plan(depth, budget, mode, float(tau), float(tau / theta), float(theta))
+    return Plan(depth, budget, mode, tau, tau / theta, theta)
