@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dspark import __version__
+from sglang_dspark.commands.calibrate import add_calibrate
 
 
 def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
@@ -70,7 +71,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
 
 
 # Each adds its parser and sets `run` on it; imports of the work stay inside `run`, so that --help is instant.
-SUBCOMMANDS = (add_train,)
+SUBCOMMANDS = (add_train, add_calibrate)
 
 
 def build_parser() -> argparse.ArgumentParser:

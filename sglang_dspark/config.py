@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 SUPPORTED_SGLANG = "0.5.23"
 MAX_STEPS = 16  # gamma of the allocation kernel, design limit; longer EAGLE chains were never profitable anywhere
@@ -30,6 +31,10 @@ class Options:
 
     profile_seconds: float = 10.0
     """Time limit of the start-up profile, seconds; 0 means no profile and so verify-all."""
+    trace: Path | None = None
+    """File that steps are recorded in (sglang_dspark.observe.trace), written anew; None: nowhere."""
+    trace_bytes: int = 256 << 20
+    """The most that file may have: about 2.4 million records at five positions."""
     policy: str | None = None
     """``module:factory`` of a verify policy that replaces the scheduler's: for experiments and tests."""
 
@@ -40,7 +45,7 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         Refusal: a value cannot be used, or a ``DSPARK_*`` variable is not an option.
     """
-    known = {"DSPARK_PROFILE_SECONDS", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
+    known = {"DSPARK_PROFILE_SECONDS", "DSPARK_TRACE", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
     for name in environ:
         if name.startswith("DSPARK_") and name not in known:
             raise Refusal(
@@ -49,8 +54,11 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     policy = environ.get("DSPARK_POLICY") or None
     if policy is not None and policy.count(":") != 1:
         raise Refusal(f"DSPARK_POLICY={policy!r} must have the form module:factory.")
+    trace, trace_bytes = _trace(environ.get("DSPARK_TRACE"))
     return Options(
         profile_seconds=_seconds(environ.get("DSPARK_PROFILE_SECONDS")),
+        trace=trace,
+        trace_bytes=trace_bytes,
         policy=policy,
     )
 
@@ -73,3 +81,18 @@ def _seconds(text: str | None) -> float:
     if not 0 <= value <= 600:  # also refuses NaN
         raise Refusal(f"DSPARK_PROFILE_SECONDS={text!r} must be a number of seconds from 0 (no profile) to 600.")
     return value
+
+
+def _trace(text: str | None) -> tuple[Path | None, int]:
+    """FILE or FILE:MEGABYTES."""
+    if not text:
+        return None, Options.trace_bytes
+    file, colon, megabytes = text.rpartition(":")
+    if not colon:
+        file, megabytes = text, str(Options.trace_bytes >> 20)
+    if not (megabytes.isascii() and megabytes.isdigit() and 1 <= int(megabytes) <= 1 << 20):
+        raise Refusal(f"DSPARK_TRACE={text!r} must be FILE or FILE:MEGABYTES, from 1 to 1048576 megabytes.")
+    path = Path(file)
+    if path.is_dir() or not path.parent.is_dir():
+        raise Refusal(f"DSPARK_TRACE={text!r} must name a file in a folder that exists.")
+    return path, int(megabytes) << 20

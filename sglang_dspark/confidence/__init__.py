@@ -1,6 +1,22 @@
-"""How likely each draft token is to be accepted: the pooled prior and the head-less estimator."""
+"""How likely each draft token is to be accepted: sources, the estimator that corrects them, and the pooled prior."""
 
-from sglang_dspark.confidence.estimator import RULES, DraftConfidence, evaluate
+from sglang_dspark.confidence.calibration import Calibration, load_calibration
+from sglang_dspark.confidence.estimator import Estimator, Rows
+from sglang_dspark.confidence.features import FEATURES, draft_features
 from sglang_dspark.confidence.prior import PositionPrior
+from sglang_dspark.confidence.source import HEAD, HEADLESS, RULES, Source, source_of
 
-__all__ = ["RULES", "DraftConfidence", "PositionPrior", "evaluate"]
+__all__ = [
+    "FEATURES",
+    "HEAD",
+    "HEADLESS",
+    "RULES",
+    "Calibration",
+    "Estimator",
+    "PositionPrior",
+    "Rows",
+    "Source",
+    "draft_features",
+    "load_calibration",
+    "source_of",
+]

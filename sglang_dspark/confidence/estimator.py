@@ -1,4 +1,6 @@
-"""Confidence without a trained head: the draft's top probability, corrected per position by what was accepted."""
+"""Confidence of each draft token: what its source says, corrected online by what was accepted."""
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -7,116 +9,120 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Doubles = NDArray[np.float64]
+from sglang_dspark.confidence.online import Doubles, Lean, OnlineLogistic
+from sglang_dspark.confidence.source import HEADLESS, RULES, Source
 
-# How a request's tokens are verified decides what is accepted, so each rule is corrected on its own.
-RULES = ("greedy", "sampled")
-# Probabilities are kept this far from 0 and 1 before the logit: about +-9.2, where float32 still resolves 1 - p well.
-EDGE = 1e-4
-# Half of what was seen is forgotten after this many observations of a position: about 3,000 count at any time, which
-# leaves the estimate with a standard error near 0.01 and follows a change of domain within seconds at 64 users.
+# Half of what was seen of a position is forgotten after this many observations of it.
 HALF_LIFE = 2048.0
-# Where nothing was seen: the draft's own probability (a = 0, b = 1), held as firmly as about twenty observations would.
-_START = np.array([0.0, 1.0])
-_HOLD = np.array([4.0, 0.0, 8.0])  # precision of a, of a with b, of b
-# a shifts the odds by at most e^6, b never turns the order of probabilities round.
-_LOWEST, _HIGHEST = np.array([-6.0, 0.0]), np.array([6.0, 4.0])
+# Recent acceptance of a request: half forgotten after so many of its verified positions, and drawn to 0 as by eight of
+# spread 0.2. On the SmolLM2 draft anything from 16 to 48 positions does as well.
+RECENT_HALF_LIFE, RECENT_HOLD = 24.0, 1.6
 
 
-def evaluate(top_prob: Tensor, position: int, rule: Tensor, parameters: Tensor) -> Tensor:
-    """Confidence [R] float32 in (0, 1) of draft position `position` (from 0), before its token is sampled.
+class Rows(NamedTuple):
+    """Whose rows a step has, [R] int64 each."""
 
-    top_prob: [R], the draft distribution's largest probability at the position. rule: [R] int64, index into RULES.
-    parameters: [2, gamma, 2] float32 of DraftConfidence.parameters, on the same device. Reads nothing back; NaN stays
-    NaN, which the allocation counts as 0.
-    """
-    coefficients = parameters[:, position][rule]
-    return torch.sigmoid(coefficients[:, 0] + coefficients[:, 1] * torch.logit(top_prob.float(), eps=EDGE))
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    """Another request in the same slot has another number."""
+    rule: NDArray[np.int64]
+    """Index into RULES."""
 
 
-class DraftConfidence:
-    """Online logistic correction sigmoid(a + b * logit(top_prob)), an (a, b) for each verify rule and draft position.
+class RecentAcceptance:
+    """How much better each request's drafts fared of late than their source said: in log-odds, 0 for a new request.
 
-    Each (a, b) is a running Gaussian posterior: one Newton step a batch, with a precision gathered from what was seen
-    and forgotten exponentially. It leans on the fit pooled over positions, which leans on the draft's own probability:
-    a position that was never verified inherits what the others showed. Only reached and verified positions are learnt
-    from, so a schedule that looks at the same probability does not bias the fit.
+    The surplus of accepted positions over its derivative by the log-odds, which is one Newton step to the offset that
+    would have predicted them.
     """
 
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-        rules = len(RULES)
-        self._pooled = _Fit(np.tile(_START, (rules, 1)), np.tile(_HOLD, (rules, 1)))
-        self._positions = _Fit(np.tile(_START, (rules * gamma, 1)), np.tile(_HOLD, (rules * gamma, 1)))
+    def __init__(self, slots: int) -> None:
+        self._generation = np.full(slots, -1, np.int64)
+        self._surplus = np.zeros(slots)
+        self._spread = np.zeros(slots)
 
-    def parameters(self) -> NDArray[np.float32]:
-        """[2 rules, gamma, 2] float32: a and b."""
-        return self._positions.theta.reshape(len(RULES), self.gamma, 2).astype(np.float32)
+    def of(self, rows: Rows) -> NDArray[np.float32]:
+        """[R]"""
+        mine = self._generation[rows.slots] == rows.generations
+        value = self._surplus[rows.slots] / (self._spread[rows.slots] + RECENT_HOLD)
+        return np.where(mine, value, 0.0).astype(np.float32)
+
+    def observe(self, rows: Rows, row: NDArray[np.intp], expected: Doubles, outcome: NDArray[np.bool_]) -> None:
+        """n outcomes, of the requests in `row` [n] of the step's, beside the chance that was expected of each."""
+        requests = len(rows.slots)
+        seen = np.bincount(row, minlength=requests)
+        surplus = np.bincount(row, outcome - expected, minlength=requests)
+        spread = np.bincount(row, expected * (1 - expected), minlength=requests)
+        keep = np.exp2(-seen / RECENT_HALF_LIFE) * (self._generation[rows.slots] == rows.generations)
+        self._generation[rows.slots] = rows.generations
+        self._surplus[rows.slots] = self._surplus[rows.slots] * keep + surplus
+        self._spread[rows.slots] = self._spread[rows.slots] * keep + spread
+
+
+class Estimator:
+    """Owns what was learnt of acceptance: coefficients for each verify rule and position, and requests' recent past.
+
+    Confidence = sigmoid(evidence . coefficients). Without a head the evidence is what the draft shows; with one it is
+    the head's logit, and the coefficients are the online correction sigmoid(a + b * logit + c * recent) of it.
+    """
+
+    def __init__(
+        self, slots: int, gamma: int, source: Source = HEADLESS, temperatures: NDArray[np.float64] | None = None
+    ) -> None:
+        """temperatures: [rules, gamma] of a calibration fitted to this source; its start is divided by them."""
+        self.gamma, self.source = gamma, source
+        divisor = np.ones((len(RULES), gamma)) if temperatures is None else temperatures
+        self._start = source.start[:, None, :] / divisor[..., None]
+        lean = Lean(source.pooled, source.position)
+        self._fit = OnlineLogistic(self._start, lean, source.low, source.high, HALF_LIFE)
+        self._recent = RecentAcceptance(slots)
+        self._parameters = torch.from_numpy(self._fit.theta.astype(np.float32))
+
+    @property
+    def coefficients(self) -> NDArray[np.float64]:
+        """[rules, gamma, D]"""
+        return self._fit.theta
+
+    def recent(self, rows: Rows) -> NDArray[np.float32]:
+        """[R] recent acceptance of the step's requests."""
+        return self._recent.of(rows)
+
+    def evaluate(self, shown: Tensor, rows: Rows) -> Tensor:
+        """Confidence [R, depth] float32 of a step's draft, on the device of ``shown`` [R, depth, features].
+
+        Reads nothing back; NaN stays NaN, which the allocation counts as 0.
+        """
+        recent, rule = (torch.from_numpy(a).to(shown.device) for a in (self.recent(rows), rows.rule))
+        evidence = self.source.evidence(shown, recent, rule)
+        parameters = self._parameters.to(shown.device)[rule, : shown.shape[1]]
+        return torch.linalg.vecdot(evidence, parameters).sigmoid()
 
     def observe(
         self,
-        top_prob: NDArray[np.floating],
-        rule: NDArray[np.integer],
+        shown: NDArray[np.float32],
+        recent: NDArray[np.float32],
+        rows: Rows,
         accepted: NDArray[np.integer],
         verified: NDArray[np.integer],
-        weight_mask: NDArray[np.generic] | None = None,
+        clean: NDArray[np.bool_],
     ) -> None:
         """Learns from a step.
 
-        top_prob: [R, gamma], positions not drafted may hold anything. rule: [R], index into RULES. accepted, verified:
-        [R] draft tokens, anchor and bonus excluded. weight_mask: [R], 0 keeps a request out (grammar, penalties, bias).
+        shown: [R, depth, features] and recent: [R], as they were when the step was scheduled. accepted, verified: [R]
+        draft tokens, anchor and bonus excluded. clean: [R], False keeps a request out of what all share (grammar,
+        penalties, logit bias); its own recent acceptance is kept all the same.
         """
-        rule, accepted = np.asarray(rule), np.asarray(accepted)
-        seen = np.arange(self.gamma) < np.minimum(verified, accepted + 1)[:, None]
-        seen &= np.isfinite(top_prob)
-        if weight_mask is not None:
-            seen &= (np.asarray(weight_mask) > 0)[:, None]
-        row, position = np.nonzero(seen)
-        if not len(row):
-            return
-        bounded = np.minimum(np.maximum(top_prob[row, position], EDGE), 1 - EDGE).astype(np.float64)
-        logit = np.log(bounded / (1 - bounded))
-        label = position < accepted[row]
-        before = self._pooled.theta
-        self._pooled = _learn(self._pooled, rule[row], logit, label, _START[None], np.zeros((1, 2)))
-        centre = self._pooled.theta.repeat(self.gamma, axis=0)
-        shift = (self._pooled.theta - before).repeat(self.gamma, axis=0)
-        group = rule[row] * self.gamma + position
-        self._positions = _learn(self._positions, group, logit, label, centre, shift)
+        evidence = self.source.evidence(*(torch.from_numpy(a) for a in (shown, recent, rows.rule))).numpy()
+        seen = np.arange(shown.shape[1]) < np.minimum(verified, accepted + 1)[:, None]
+        row, position = np.nonzero(seen & np.isfinite(evidence.sum(axis=-1)))
+        x, rule, outcome = evidence[row, position].astype(np.float64), rows.rule[row], position < accepted[row]
+        self._recent.observe(rows, row, self._expected(x, rule, position), outcome)
+        shared = clean[row]
+        if shared.any():
+            self._fit.learn(x[shared], rule[shared], position[shared], outcome[shared])
+            self._parameters = torch.from_numpy(self._fit.theta.astype(np.float32))
 
-
-class _Fit(NamedTuple):
-    """Posterior of m independent fits."""
-
-    theta: Doubles  # [m, 2] a and b
-    precision: Doubles  # [m, 3] of a, of a with b, of b
-
-
-def _learn(
-    fit: _Fit, group: NDArray[np.integer], logit: Doubles, label: NDArray[np.bool_], centre: Doubles, shift: Doubles
-) -> _Fit:
-    """The fits after a batch of observations [n], each counted for the fit in group [n].
-
-    centre: [m, 2] what each fit leans on; shift: [m, 2] how far that has moved since the last batch.
-    """
-    size = len(fit.theta)
-
-    def total(values: Doubles | None) -> Doubles:
-        return np.bincount(group, values, minlength=size).astype(np.float64, copy=False)
-
-    a, b = fit.theta.T
-    probability = 1.0 / (1.0 + np.exp(-(a[group] + b[group] * logit)))
-    error, spread = label - probability, probability * (1 - probability)
-    forget = 1 - np.exp(-np.log(2.0) / HALF_LIFE * total(None))[:, None]
-    spread_logit = spread * logit
-    curvature = np.stack([total(spread), total(spread_logit), total(spread_logit * logit)], axis=1)
-    precision = fit.precision + forget * (_HOLD - fit.precision) + curvature
-    # The hold is part of every precision: it carries a fit along with its centre, fully where nothing was seen, and
-    # takes over what is forgotten.
-    pull = (forget * (centre - fit.theta) + shift) * _HOLD[[0, 2]]
-    gain_a, gain_b = total(error) + pull[:, 0], total(error * logit) + pull[:, 1]
-    aa, ab, bb = precision.T
-    move = np.stack([bb * gain_a - ab * gain_b, aa * gain_b - ab * gain_a], axis=1) / (aa * bb - ab * ab)[:, None]
-    # A batch far from the fit may overshoot; beyond a step of 1 the curvature found here no longer holds.
-    theta = np.clip(fit.theta + np.clip(move, -1.0, 1.0), _LOWEST, _HIGHEST)
-    return _Fit(theta, precision)
+    def _expected(self, x: Doubles, rule: NDArray[np.int64], position: NDArray[np.intp]) -> Doubles:
+        """[n] what the source alone says: the start's confidence without recent acceptance, which stays what it means
+        while the coefficients move."""
+        return 1.0 / (1.0 + np.exp(-(x[:, :-1] * self._start[rule, position, :-1]).sum(axis=-1)))

@@ -15,6 +15,7 @@ LEAST_SPREAD = 0.02
 # A change of traffic: the errors of about the last WINDOW observations, half-life, sum to more than this many standard
 # deviations.
 WINDOW, SURPRISE = 256.0, 3.5
+SOLVE_EVERY = 16  # observations; a solve takes as long after one as after a thousand
 
 
 class Lean(NamedTuple):
@@ -48,31 +49,34 @@ class OnlineLogistic:
         self._deviation = np.zeros_like(start)
         self._curvature = np.zeros((*start.shape, start.shape[-1]))
         self._information = np.zeros_like(start)
+        self._unsolved = 0
         self._error, self._variance = np.zeros(len(start)), np.zeros(len(start))
 
     def learn(
-        self, x: NDArray[np.floating], rule: NDArray[np.integer], seen: NDArray[np.bool_], accepted: NDArray[np.bool_]
+        self, x: Doubles, rule: NDArray[np.integer], position: NDArray[np.integer], accepted: NDArray[np.bool_]
     ) -> None:
-        """x: [R, depth, D], depth up to gamma, finite where seen. rule: [R]. seen, accepted: [R, depth]."""
-        rules, depth = len(self.theta), x.shape[1]
-        of_rule = rule == np.arange(rules)[:, None]
-        # [depth, R, D]: a batch of regressions for matmul. What was not seen is 0, so that its weight of 0 makes it 0.
-        x = np.where(seen[..., None], x, 0.0).transpose(1, 0, 2)
-        eta = (x * self.theta[rule, :depth].transpose(1, 0, 2)).sum(axis=-1)
-        probability = 1.0 / (1.0 + np.exp(-eta))
-        mask = of_rule[:, None, :] & seen.T
-        spread = np.maximum(probability * (1 - probability), LEAST_SPREAD) * mask
-        error = (accepted.T - probability) * mask
-        curvature = (x.transpose(0, 2, 1) * spread[:, :, None, :]) @ x
-        gradient = (error[:, :, None, :] @ x)[:, :, 0]
-        count = mask.sum(axis=-1)
-        keep = self._calm(error.sum(axis=(1, 2)), spread.sum(axis=(1, 2)), count.sum(axis=1))[:, None]
-        keep = keep * np.exp2(-count / self._half_life)
-        self._information[:, :depth] *= keep[..., None]
-        self._information[:, :depth] += (curvature @ self._deviation[:, :depth, :, None])[..., 0] + gradient
-        self._curvature[:, :depth] *= keep[..., None, None]
-        self._curvature[:, :depth] += curvature
-        self._solve()
+        """n observations: x [n, D], its first element 1; rule, position (from 0) and accepted [n]."""
+        rules, gamma, size = self.theta.shape
+        group = rule * gamma + position
+        probability = 1.0 / (1.0 + np.exp(-np.einsum("nd,nd->n", x, self.theta.reshape(-1, size)[group])))
+        spread = np.maximum(probability * (1 - probability), LEAST_SPREAD)
+        error = accepted - probability
+        member = (np.arange(rules * gamma)[:, None] == group).astype(np.float64)  # sums over groups are matmuls
+        square = (x[:, :, None] * x[:, None, :]).reshape(-1, size * size)
+        curvature = ((member * spread) @ square).reshape(rules, gamma, size, size)
+        gradient = ((member * error) @ x).reshape(rules, gamma, size)
+        count = member.sum(axis=1).reshape(rules, gamma)
+        # The first evidence is 1, so these are the sums of errors and of spreads.
+        keep = self._calm(gradient[..., 0].sum(axis=1), curvature[..., 0, 0].sum(axis=1), count.sum(axis=1))
+        keep = keep[:, None] * np.exp2(-count / self._half_life)
+        self._information *= keep[..., None]
+        self._information += np.einsum("rkij,rkj->rki", curvature, self._deviation) + gradient
+        self._curvature *= keep[..., None, None]
+        self._curvature += curvature
+        self._unsolved += len(x)
+        if self._unsolved >= SOLVE_EVERY:
+            self._unsolved = 0
+            self._solve()
 
     def _calm(self, error: Doubles, spread: Doubles, count: Doubles) -> Doubles:
         """[rules] share of the past to keep: 1, or a half where the recent errors add up to more than chance."""

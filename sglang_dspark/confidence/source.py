@@ -23,6 +23,7 @@ RULES = ("greedy", "sampled")
 # Logits are cut here, at probabilities of 1e-4 and 1 - 1e-4: float32 resolves 1 - p no better, and one infinite logit
 # must not outweigh everything else.
 MOST = 9.2
+MOST_RECENT = 3.0  # a few surprises of an all but certain draft must not decide for the next hundred tokens
 
 
 class Source(NamedTuple):
@@ -32,8 +33,8 @@ class Source(NamedTuple):
     shown: tuple[str, ...]
     """What is kept of each position."""
     evidence: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(shown [R, depth, len(shown)], recent [R], rule [R] int64) to [R, depth, D]: 1, the raw logit, and the rest. NaN
-    where shown is NaN."""
+    """(shown [R, depth, len(shown)], recent [R], rule [R] int64) to [R, depth, D]: a 1 first, recent last. NaN where
+    shown is NaN."""
     start: Doubles
     """[rules, D] coefficients before anything was seen, the same for each position."""
     pooled: Doubles
@@ -53,43 +54,42 @@ class Source(NamedTuple):
 
 
 def _of_features(shown: Tensor, recent: Tensor, rule: Tensor) -> Tensor:
-    logit, margin, entropy = shown.unbind(-1)
-    return torch.stack(
-        [
-            torch.ones_like(logit),
-            logit.clamp(-MOST, MOST),
-            margin.clamp(0.0, MOST),
-            entropy.clamp(0.0, MOST),
-            recent[:, None].expand_as(logit),
-        ],
-        dim=-1,
-    )
+    return _with_recent(shown.clamp(-MOST, MOST), recent)
 
 
 def _of_head(shown: Tensor, recent: Tensor, rule: Tensor) -> Tensor:
     logit = shown[torch.arange(len(rule), device=rule.device), :, len(FEATURES) + rule]
-    return torch.stack([torch.ones_like(logit), logit.clamp(-MOST, MOST), recent[:, None].expand_as(logit)], dim=-1)
+    return _with_recent(logit.clamp(-MOST, MOST)[..., None], recent)
+
+
+def _with_recent(evidence: Tensor, recent: Tensor) -> Tensor:
+    """[R, depth, E] between the constant and the requests' recent acceptance."""
+    rows, depth, _ = evidence.shape
+    recent = recent.clamp(-MOST_RECENT, MOST_RECENT)
+    return torch.cat([evidence.new_ones(rows, depth, 1), evidence, recent[:, None, None].expand(-1, depth, 1)], dim=-1)
 
 
 HEADLESS = Source(
     name="draft",
     shown=FEATURES,
     evidence=_of_features,
-    start=np.array([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2),
+    # The draft's own probability, shifted by recent acceptance: what a fit to 10,518 greedy and 2,953 sampled positions
+    # of the SmolLM2 draft gave recent acceptance. Its other coefficients are that draft's own, and left to be learnt.
+    start=np.array([[0.0, 1.0, 0.0, 0.0, 0.8], [0.0, 1.0, 0.0, 0.0, 0.25]]),
     pooled=np.array([20.0, 40.0, 40.0, 40.0, 20.0]),
     position=np.array([40.0, 80.0, 80.0, 80.0, 80.0]),
-    low=np.array([-6.0, 0.0, -2.0, -2.0, -10.0]),
-    high=np.array([6.0, 3.0, 2.0, 2.0, 10.0]),
+    low=np.array([-6.0, 0.0, -2.0, -2.0, -1.0]),
+    high=np.array([6.0, 3.0, 2.0, 2.0, 3.0]),
 )
 HEAD = Source(
     name="head",
     shown=(*FEATURES, *RULES),  # the head's logit for each rule behind what it read
     evidence=_of_head,
-    start=np.array([[0.0, 1.0, 0.0]] * 2),
+    start=np.array([[0.0, 1.0, 0.8], [0.0, 1.0, 0.25]]),
     pooled=np.array([20.0, 40.0, 20.0]),
     position=np.array([40.0, 80.0, 80.0]),
-    low=np.array([-6.0, 0.0, -10.0]),
-    high=np.array([6.0, 3.0, 10.0]),
+    low=np.array([-6.0, 0.0, -1.0]),
+    high=np.array([6.0, 3.0, 3.0]),
 )
 
 

@@ -1,8 +1,8 @@
 """SGLang's EAGLE draft worker, made to remember what its draft distribution shows before a token is sampled.
 
 SGLang throws the probability away for chains (topk_p is ones). Draft position 1 comes from the draft extend that runs
-after every verify and prefill, position k > 1 from the (k - 1)-th draft forward. Of each the largest probability is
-kept: it is known before x_k is sampled and does not depend on it, which sampled drafts need to stay exact.
+after every verify and prefill, position k > 1 from the (k - 1)-th draft forward. Of each a few features are kept: they
+are known before x_k is sampled and do not depend on it, which sampled drafts need to stay exact.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ import torch
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
-
-def top_probability(logits: Tensor) -> Tensor:
-    """Largest softmax probability of each row: [R, V] any float to [R] float32."""
-    logits = logits.float()
-    return torch.exp(logits.amax(-1) - torch.logsumexp(logits, -1))
+from sglang_dspark.confidence import FEATURES, draft_features
 
 
 class DSparkDraftWorker(EagleDraftWorker):
-    """EagleDraftWorker with a depth that can change every step, and the draft's top probabilities.
+    """EagleDraftWorker with a depth that can change every step, and what the draft showed of each position.
 
-    ``top_prob`` [max requests, gamma]: of the newest draft, by batch row; fixed storage, so that it is written inside
-    captured draft graphs too. ``first_prob`` [request slots]: of position 1, by ``req_pool_indices``, which survives
-    filtering, merging and retraction of batches.
+    ``shown`` [max requests, gamma, features]: of the newest draft, by batch row; fixed storage, so that it is written
+    inside captured draft graphs too. ``first_shown`` [request slots, features]: of position 1, by ``req_pool_indices``,
+    which survives filtering, merging and retraction of batches.
     """
 
-    top_prob: Tensor
-    first_prob: Tensor
+    shown: Tensor
+    first_shown: Tensor
 
     def start_watching(self, slots: int) -> None:
         """Allocate the buffers for ``slots`` requests and tap the draft model's forward. Before graphs are captured."""
         self.gamma = self.speculative_num_steps
-        self.top_prob = torch.zeros(slots, self.gamma, device=self.device)
-        self.first_prob = torch.zeros(slots, device=self.device)
+        self.shown = torch.zeros(slots, self.gamma, len(FEATURES), device=self.device)
+        self.first_shown = torch.zeros(slots, len(FEATURES), device=self.device)
         self._position: int | None = None
         self._extended: Any = None
         self._chains = {self.gamma: (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)}
@@ -58,9 +54,9 @@ class DSparkDraftWorker(EagleDraftWorker):
         self._topk1_parents_prealloc, self._topk1_score_indices_prealloc = self._chains[depth]
 
     def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
-        """The stock draft; leaves the positions' top probabilities in ``top_prob``."""
+        """The stock draft; leaves the positions' features in ``shown``."""
         if not batch.forward_mode.is_idle():
-            self.top_prob[: len(batch.seq_lens), 0] = self.first_prob[batch.req_pool_indices]
+            self.shown[: len(batch.seq_lens), 0] = self.first_shown[batch.req_pool_indices]
         return super().draft(batch, with_topology=with_topology)
 
     def draft_forward(self, forward_batch: Any) -> Any:
@@ -80,7 +76,7 @@ class DSparkDraftWorker(EagleDraftWorker):
     def _keep_first(self, batch: Any) -> None:
         if not batch.forward_mode.is_idle():
             # SGLang has cut the logits to each request's last accepted row in place, on the output the tap holds.
-            self.first_prob[batch.req_pool_indices] = top_probability(self._extended.next_token_logits)
+            self.first_shown[batch.req_pool_indices] = draft_features(self._extended.next_token_logits)
         self._extended = None
 
     @contextmanager
@@ -101,7 +97,7 @@ class DSparkDraftWorker(EagleDraftWorker):
                 self._extended = logits
             elif logits.next_token_logits is not None:
                 rows = len(logits.next_token_logits)
-                self.top_prob[:rows, self._position] = top_probability(logits.next_token_logits)
+                self.shown[:rows, self._position] = draft_features(logits.next_token_logits)
                 self._position += 1
             return output
 

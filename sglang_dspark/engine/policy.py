@@ -18,9 +18,9 @@ class Policy:
     def __init__(self, scheduler: StepScheduler) -> None:
         self.scheduler = scheduler
 
-    def plan(self, batch: StepBatch, first_prob: Tensor | None) -> Plan:
-        """Depth and budget, before the step drafts. first_prob: see :meth:`StepScheduler.plan`."""
-        return self.scheduler.plan(batch, first_prob)
+    def plan(self, batch: StepBatch, first_shown: Tensor | None) -> Plan:
+        """Depth and budget, before the step drafts. first_shown: see :meth:`StepScheduler.plan`."""
+        return self.scheduler.plan(batch, first_shown)
 
     def allocate(self, plan: Plan, confidence: Tensor, draft: Tensor) -> Tensor:
         """verify_lens [R] int32, each from 1 to 1 + depth.

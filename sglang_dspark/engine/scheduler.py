@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_dspark.confidence import DraftConfidence, PositionPrior, evaluate
+from sglang_dspark.confidence import Estimator, PositionPrior, Rows
 from sglang_dspark.cost import CostModel
 from sglang_dspark.kernels.allocate import allocate
+from sglang_dspark.observe import TraceWriter
 from sglang_dspark.schedule import ConfidenceHistory, Plan, plan_joint
 
 # A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe,
@@ -34,6 +35,11 @@ class StepBatch(NamedTuple):
     kv_tokens: int
     """Context of all requests together, tokens."""
 
+    @property
+    def rows(self) -> Rows:
+        """Whose rows these are, as the estimator wants it."""
+        return Rows(self.slots, self.generations, self.rule)
+
 
 class _Launched(NamedTuple):
     """A step whose outcome is not known yet."""
@@ -41,10 +47,12 @@ class _Launched(NamedTuple):
     step: int
     batch: StepBatch
     plan: Plan
-    top_prob: Tensor
+    shown: Tensor
+    recent: NDArray[np.float32]
     confidence: Tensor
     verify_lens: Tensor
     tokens: int
+    seconds: float = float("nan")
 
 
 class StepScheduler:
@@ -54,12 +62,14 @@ class StepScheduler:
     """
 
     def __init__(self, slots: int, gamma: int) -> None:
-        self.gamma = gamma
+        self.slots, self.gamma = slots, gamma
         self.cost: CostModel | None = None
         """Step times; None until a profile was taken, and then everything drafted is verified."""
         self.history = ConfidenceHistory(slots, gamma)
         self.priors = (PositionPrior(gamma), PositionPrior(gamma))
-        self.estimator = DraftConfidence(gamma)
+        self.estimator = Estimator(slots, gamma)
+        self.trace: TraceWriter | None = None
+        """Where steps are recorded; None: nowhere."""
         self.counters: Counter[str] = Counter()
         self.modes: Counter[str] = Counter()
         self.depths: Counter[int] = Counter()
@@ -70,18 +80,18 @@ class StepScheduler:
 
     # -- before the draft ------------------------------------------------------------------------------------------
 
-    def plan(self, batch: StepBatch, first_prob: Tensor | None) -> Plan:
+    def plan(self, batch: StepBatch, first_shown: Tensor | None) -> Plan:
         """Depth and budget from history at least one step old.
 
-        first_prob: [R] top probability of position 1, where it can be read without waiting for a device; it was left by
-        the last step's draft extend, so it is as old as the history.
+        first_shown: [R, features] what the draft showed of position 1, where it can be read without waiting for a
+        device; it was left by the last step's draft extend, so it is as old as the history.
         """
         self._step += 1
         if self.cost is None:
             return self.verify_all(len(batch.slots))
         confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, self._prior_rows(batch.rule))
-        if first_prob is not None:
-            confidence[:, 0] = self._evaluate(first_prob[:, None], batch.rule)[:, 0].cpu().numpy()
+        if first_shown is not None:
+            confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
         step_time = self.cost.bind(len(batch.slots), batch.kv_tokens)
         plan = plan_joint(confidence, step_time, max_depth=self.gamma)
         return self._probe(plan, len(batch.slots))
@@ -100,11 +110,11 @@ class StepScheduler:
 
     # -- between draft and verify ----------------------------------------------------------------------------------
 
-    def confidence(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
-        """[R, depth] top probabilities of the newest draft to [R, gamma] confidence; 0 past what was drafted."""
-        confidence = top_prob.new_zeros(len(rule), self.gamma)
-        if top_prob.shape[1]:
-            confidence[:, : top_prob.shape[1]] = self._evaluate(top_prob, rule)
+    def confidence(self, shown: Tensor, batch: StepBatch) -> Tensor:
+        """[R, depth, features] shown by the newest draft to [R, gamma] confidence; 0 past what was drafted."""
+        confidence = shown.new_zeros(len(batch.slots), self.gamma)
+        if shown.shape[1]:
+            confidence[:, : shown.shape[1]] = self.estimator.evaluate(shown, batch.rows)
         return confidence
 
     def allocate(self, plan: Plan, confidence: Tensor) -> Tensor:
@@ -116,13 +126,14 @@ class StepScheduler:
         return allocate(confidence, rows, unused, budget, depth=plan.depth).verify_lens
 
     def launched(
-        self, batch: StepBatch, plan: Plan, top_prob: Tensor, confidence: Tensor, lens: Tensor, tokens: int
+        self, batch: StepBatch, plan: Plan, shown: Tensor, confidence: Tensor, lens: Tensor, tokens: int
     ) -> None:
         """Note a step that was sent: lens [R], and the tokens the target forward was really given."""
         row = self._prior_rows(batch.rule)
         row[:, : plan.depth] = confidence[:, : plan.depth].cpu().numpy()
         self.history.record(self._step, batch.slots, batch.generations, row)
-        self._waiting.append(_Launched(self._step, batch, plan, top_prob, confidence, lens, tokens))
+        recent = self.estimator.recent(batch.rows)
+        self._waiting.append(_Launched(self._step, batch, plan, shown, recent, confidence, lens, tokens))
         self.last_plan = plan
         self.modes[plan.mode] += 1
         self.depths[plan.depth] += 1
@@ -148,6 +159,9 @@ class StepScheduler:
         )
         reached = verified.max(initial=0)
         self._seen_at[:reached] = sent.step
+        shown = sent.shown.cpu().numpy()
+        if self.trace is not None:
+            self._record(sent, shown, accepted, verified)
         if not sent.plan.depth:
             return
         clean, rule = sent.batch.clean, sent.batch.rule
@@ -155,12 +169,12 @@ class StepScheduler:
             mine = clean & (rule == index)
             if mine.any():
                 prior.observe(accepted[mine], verified[mine])
-        top_prob = np.full((requests, self.gamma), np.nan, np.float32)
-        top_prob[:, : sent.top_prob.shape[1]] = sent.top_prob.cpu().numpy()
-        self.estimator.observe(top_prob, rule, accepted, verified, clean)
+        self.estimator.observe(shown, sent.recent, sent.batch.rows, accepted, verified, clean)
 
     def timed(self, plan: Plan, tokens: int, seconds: float) -> None:
         """Correct the cost model by a step that took ``seconds``."""
+        if self._waiting:
+            self._waiting[-1] = self._waiting[-1]._replace(seconds=seconds)
         if self.cost is not None and plan.step_time == plan.step_time:  # NaN: nothing was predicted
             self.cost.observe(tokens, plan.step_time, seconds)
 
@@ -173,10 +187,30 @@ class StepScheduler:
     def _prior_rows(self, rule: NDArray[np.int64]) -> NDArray[np.float32]:
         return np.stack([prior.values() for prior in self.priors])[rule]
 
-    def _evaluate(self, top_prob: Tensor, rule: NDArray[np.int64]) -> Tensor:
-        rules = torch.from_numpy(rule).to(top_prob.device)
-        parameters = torch.from_numpy(self.estimator.parameters()).to(top_prob.device)
-        return torch.stack([evaluate(top_prob[:, k], k, rules, parameters) for k in range(top_prob.shape[1])], dim=1)
+    def _record(
+        self, sent: _Launched, shown: NDArray[np.float32], accepted: NDArray[np.int64], verified: NDArray[np.int64]
+    ) -> None:
+        assert self.trace is not None
+        batch = sent.batch
+        whole = np.full((len(shown), self.gamma, shown.shape[2]), np.nan, np.float32)
+        whole[:, : shown.shape[1]] = shown
+        self.trace.write(
+            len(accepted),
+            step=sent.step,
+            request=batch.generations * self.slots + batch.slots,
+            rule=batch.rule,
+            clean=batch.clean,
+            depth=sent.plan.depth,
+            verified=verified,
+            accepted=accepted,
+            budget=sent.plan.budget,
+            tokens=sent.tokens,
+            kv_tokens=batch.kv_tokens,
+            seconds=sent.seconds,
+            recent=sent.recent,
+            shown=whole,
+            confidence=sent.confidence.cpu().numpy(),
+        )
 
     def info(self) -> dict[str, Any]:
         """Plan, counters and estimates, as plain JSON types."""

@@ -16,6 +16,7 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
+from sglang_dspark.confidence import RULES
 from sglang_dspark.config import read_options
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
@@ -23,6 +24,7 @@ from sglang_dspark.engine.policy import load_policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.engine.verify import VerifyTarget, cut_chain, ragged_rows
+from sglang_dspark.observe import TraceWriter
 from sglang_dspark.schedule import Plan
 
 MOST_HOST_SHARE = 0.3  # of a step's time; a longer gap before it was a prefill or a wait
@@ -51,7 +53,14 @@ class DSparkWorker(EAGLEWorkerV2):
         self._draft_worker.start_watching(slots)
         self.requests = RequestTable(slots)
         self.scheduler = StepScheduler(slots, self.gamma)
+        self.scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
         self.policy = load_policy(self.options.policy, self.scheduler)
+
+    def _open_trace(self) -> TraceWriter | None:
+        path = self.options.trace
+        if path is None or get_parallel().tp_rank:
+            return None
+        return TraceWriter(path, self.gamma, self.scheduler.estimator.source.shown, RULES, self.options.trace_bytes)
 
     def init_cuda_graphs(self) -> None:
         """Stock, then the start-up profile: the last moment before requests come."""
@@ -92,7 +101,7 @@ class DSparkWorker(EAGLEWorkerV2):
 
         def plan() -> Plan:
             on_host = batch.seq_lens.is_cpu
-            first = self._draft_worker.first_prob[batch.req_pool_indices] if on_host else None
+            first = self._draft_worker.first_shown[batch.req_pool_indices] if on_host else None
             return self.policy.plan(described, first)
 
         mine = self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
@@ -109,11 +118,11 @@ class DSparkWorker(EAGLEWorkerV2):
         plan, described = self._plan, self._batch
         assert plan is not None and described is not None
         requests, depth = len(batch.seq_lens), plan.depth
-        top_prob = self._draft_worker.top_prob[:requests, :depth].clone()
+        shown = self._draft_worker.shown[:requests, :depth].clone()
         confidence, lens = self.faults.run(
             "allocation",
-            lambda: self._allocate(batch, plan, described, top_prob),
-            lambda: (top_prob.new_zeros(requests, self.gamma), _full(requests, depth, top_prob)),
+            lambda: self._allocate(batch, plan, described, shown),
+            lambda: (shown.new_zeros(requests, self.gamma), _full(requests, depth, shown)),
         )
         lens = self.from_first_rank(lens)
         rows = ragged_rows(lens, depth + 1)
@@ -138,13 +147,13 @@ class DSparkWorker(EAGLEWorkerV2):
         self._tokens_sent = target.tokens_seen
         self.faults.run(
             "history",
-            lambda: self.scheduler.launched(described, plan, top_prob, confidence, lens, target.tokens_seen),
+            lambda: self.scheduler.launched(described, plan, shown, confidence, lens, target.tokens_seen),
             self.scheduler.forget_waiting,
         )
         return result
 
-    def _allocate(self, batch: Any, plan: Plan, described: StepBatch, top_prob: Tensor) -> tuple[Tensor, Tensor]:
-        confidence = self.scheduler.confidence(top_prob, described.rule)
+    def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
+        confidence = self.scheduler.confidence(shown, described)
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
         return confidence, self.policy.allocate(plan, confidence, draft)
 

@@ -16,7 +16,7 @@ A record is little-endian and packed, :func:`record_type`:
 | tokens | u4 | tokens the target forward was given in the step |
 | kv_tokens | u4 | context of all requests of the step, tokens |
 | seconds | f4 | time of the step; NaN where the host does not see it end |
-| recent | f4 | recent acceptance of the request when the step was scheduled, see confidence.RecentAcceptance |
+| recent | f4 | recent acceptance of the request when the step was scheduled, confidence.RecentAcceptance |
 | shown | f4 [gamma, features] | what the draft showed before it drew each position; NaN past the depth |
 | confidence | f4 [gamma] | P(position accepted given all before accepted) that the step went by; 0 past the depth |
 """

@@ -25,8 +25,8 @@ class Switch(Policy):
         self.depth = (self.depth + 1) % (self.scheduler.gamma + 1)
         return self.depth
 
-    def plan(self, batch, first_prob):
-        plan = super().plan(batch, first_prob)
+    def plan(self, batch, first_shown):
+        plan = super().plan(batch, first_shown)
         if self._says() == "own":
             return plan
         gamma = self.scheduler.gamma
@@ -44,7 +44,7 @@ class Switch(Policy):
 class Peek(Policy):
     """Breaks the rule for sampled drafts: admits position 1 only where its sampled token is an even one."""
 
-    def plan(self, batch, first_prob):
+    def plan(self, batch, first_shown):
         return self.scheduler.verify_all(len(batch.slots))
 
     def allocate(self, plan, confidence, draft):
@@ -54,7 +54,7 @@ class Peek(Policy):
 class Broken(Policy):
     """Fails at everything: what a fault of ours looks like to the worker."""
 
-    def plan(self, batch, first_prob):
+    def plan(self, batch, first_shown):
         raise RuntimeError("planted")
 
     def allocate(self, plan, confidence, draft):

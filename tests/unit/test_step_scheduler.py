@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_dspark.confidence import draft_features
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler
 
@@ -23,13 +24,19 @@ def scheduler(*, token_ms=0.01, draft_ms=0.01, fixed_ms=10.0):
     return it
 
 
+def shown_at(top, *shape):
+    """What a draft shows whose best of three tokens has probability ``top``, the others alike; [*shape, features]."""
+    rest = (1 - top) / 2
+    return draft_features(torch.tensor([top, rest, rest]).log()[None])[0].expand(*shape, -1)
+
+
 def step(it, top, accepted_of, described=None):
     """One step with top probability ``top`` everywhere; accepted_of(l) drafts of l verified are accepted."""
     described = described or batch()
     requests = len(described.slots)
-    plan = it.plan(described, torch.full((requests,), top))
-    seen = torch.full((requests, plan.depth), top)
-    confidence = it.confidence(seen, described.rule)
+    plan = it.plan(described, shown_at(top, requests))
+    seen = shown_at(top, requests, plan.depth)
+    confidence = it.confidence(seen, described)
     lens = it.allocate(plan, confidence)
     it.launched(described, plan, seen, confidence, lens, int(lens.sum()))
     it.settle(np.array([accepted_of(int(n) - 1) for n in lens]))
@@ -73,17 +80,17 @@ def test_greedy_and_sampled_requests_are_learnt_apart():
     for _ in range(40):
         step(it, 0.7, lambda n: n, batch(rule=0))
         step(it, 0.7, lambda n: 0, batch(rule=1))
-    greedy, sampled = (it.confidence(torch.full((1, 1), 0.7), np.array([rule]))[0, 0] for rule in (0, 1))
+    greedy, sampled = (it.confidence(shown_at(0.7, 1, 1), batch(1, 2, rule))[0, 0] for rule in (0, 1))
     assert greedy > 0.8 and sampled < 0.3
 
 
 def test_requests_under_grammar_or_penalties_do_not_move_the_pool():
     it = scheduler()
     odd = batch()._replace(clean=np.zeros(3, bool))
-    before = it.estimator.parameters().copy(), it.priors[0].values().copy()
+    before = it.estimator.coefficients.copy(), it.priors[0].values().copy()
     for _ in range(20):
         step(it, 0.7, lambda n: 0, odd)
-    assert np.array_equal(before[0], it.estimator.parameters()) and np.array_equal(before[1], it.priors[0].values())
+    assert np.array_equal(before[0], it.estimator.coefficients) and np.array_equal(before[1], it.priors[0].values())
 
 
 def test_counters_add_up():

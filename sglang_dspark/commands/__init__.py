@@ -1,0 +1,1 @@
+"""Subcommands of `sglang-dspark`, one module each."""
