@@ -22,7 +22,7 @@ HEAD_FILE = Path("dspark") / "confidence_head.safetensors"
 # target against the draft's argmax; a sample of the draft accepted by rejection sampling, 1 - TV (equation 8).
 HEAD_RULES = ("greedy", "sampled", "drawn")
 FORMAT = "1"
-# Log-odds, margins and entropies are cut here, in nats: beyond it they tell nothing more, and a certain draft's are huge.
+# Log-odds, margins and entropies are cut here, in nats: a certain draft's are huge, and beyond it tell nothing more.
 FEATURE_LIMIT = 16.0
 _NAMES = {"weight": "confidence_head.proj.weight", "bias": "confidence_head.proj.bias"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -65,14 +65,18 @@ def export(draft: Draft, folder: Path, dtype: torch.dtype = torch.bfloat16) -> i
     return sum((folder / name).stat().st_size for name in ("config.json", "model.safetensors"))
 
 
-def import_draft(folder: Path, shape: Shape, embed: Tensor) -> Draft:
-    """The draft of an exported folder, to measure exactly what is shipped; ValueError if it does not fit the target."""
+def import_draft(folder: Path, shape: Shape, embed: Tensor, aux_scale: Tensor | None = None) -> Draft:
+    """The draft of an exported folder, to measure or go on from what is shipped; ValueError if it does not fit.
+
+    aux_scale [captured layers] is taken out of fc again, so that fitting goes on at the scale it began with.
+    """
     state = load_file(folder / "model.safetensors")
     offsets, sayable = state.pop("d2t"), state.pop("t2d")
     draft_tokens = offsets + torch.arange(offsets.numel())
-    aux = state["fc.weight"].shape[1] // shape.hidden
+    scale = torch.ones(state["fc.weight"].shape[1] // shape.hidden) if aux_scale is None else aux_scale
     if sayable.numel() != shape.vocab or not bool(sayable[draft_tokens].all()):
         raise ValueError(f"{folder}: its d2t and t2d do not describe a part of the target's {shape.vocab} tokens")
-    draft = Draft(shape, embed, draft_tokens, torch.ones(aux))
+    draft = Draft(shape, embed, draft_tokens, scale)
+    state["fc.weight"] = state["fc.weight"].float() / scale.repeat_interleave(shape.hidden)
     draft.load_state_dict({name: weight.float() for name, weight in state.items()}, strict=False)
     return draft.eval()

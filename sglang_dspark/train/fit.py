@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sglang_dspark.train.batches import Batch, collate, epoch, is_usable
+from sglang_dspark.train.export import import_draft
 from sglang_dspark.train.generate import keep_freed_memory
 from sglang_dspark.train.model import Draft, draft_from_target
 from sglang_dspark.train.store import Sample, load_samples
@@ -43,6 +44,8 @@ class Fitting:
     prompt_share: float = 0.5
     # Below 1 the wanted distribution is sharpened toward the target's argmax, which is all that greedy drafts are for.
     teacher_temperature: float = 1.0
+    # Of the answers that the draft gone on from was fitted to, so many are drawn in each epoch: it knows them by heart.
+    known_share: float = 0.25
     learning_rate: float = 2e-3
     warmup: float = 0.04  # share of all steps
     weight_decay: float = 0.05
@@ -55,6 +58,17 @@ def measure_aux_scale(samples: list[Sample], layers: int) -> Tensor:
     """1 / RMS of each captured layer, [layers]; the median over tokens, since the first token is 1,000 times larger."""
     rms = torch.cat([s.aux.float().unflatten(-1, (layers, -1)).square().mean(-1).sqrt() for s in samples])
     return 1.0 / rms.median(dim=0).values
+
+
+def plan_steps(known: list[Sample], fresh: list[Sample], options: Fitting) -> list[list[Sample]]:
+    """The answers of every step: in each epoch all the fresh ones, and a seeded choice of the known."""
+    steps = []
+    for number in range(options.epochs):
+        seed = options.seed + number
+        order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))
+        drawn = [known[i] for i in order[: round(len(known) * options.known_share)].tolist()]
+        steps += list(epoch(drawn + fresh, options.answers_per_step, seed))
+    return steps
 
 
 class Objective:
@@ -128,19 +142,31 @@ def average_gradients(draft: Draft, workers: int) -> None:
 
 
 def _fit_rank(
-    rank: int, workers: int, rendezvous: str, target_folder: Path, shards: list[Path], out: Path, options: Fitting
+    rank: int,
+    workers: int,
+    rendezvous: str,
+    target_folder: Path,
+    shards: list[Path],
+    out: Path,
+    options: Fitting,
+    start: Path | None,
+    known: int,
 ) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
     target = Target(target_folder)
-    samples = [sample for sample in load_samples(shards) if is_usable(sample)]
-    draft_tokens = choose_draft_tokens(token_counts(samples, target.shape.vocab), options.draft_vocab)
+    old, fresh = ([s for s in load_samples(part) if is_usable(s)] for part in (shards[:known], shards[known:]))
+    samples = old + fresh
     scale = measure_aux_scale(samples[:: max(1, len(samples) // 64)], len(target.aux_layers))
-    draft = draft_from_target(target, draft_tokens, scale, options.seed)
-    objective = Objective(target, draft_tokens, options)
+    if start is not None:
+        draft = import_draft(start, target.shape, target.embed, scale).train()
+    else:
+        draft_tokens = choose_draft_tokens(token_counts(samples, target.shape.vocab), options.draft_vocab)
+        draft = draft_from_target(target, draft_tokens, scale, options.seed)
+    objective = Objective(target, draft.draft_tokens, options)
     optimizer = _optimizer(draft, options)
-    batches = [b for e in range(options.epochs) for b in epoch(samples, options.answers_per_step, options.seed + e)]
+    batches = plan_steps(old, fresh, options)
     for parameter in draft.parameters():
         parameter.grad = torch.zeros_like(parameter)
     log = []
@@ -181,20 +207,31 @@ def is_finished(out: Path) -> bool:
     return log.exists() and json.loads(log.read_text())["finished"]
 
 
-def fit(target: Path, shards: list[Path], work: Path, options: Fitting, workers: int) -> Path:
+def fit(
+    target: Path,
+    shards: list[Path],
+    work: Path,
+    options: Fitting,
+    workers: int,
+    start: Path | None = None,
+    known: int = 0,
+) -> Path:
     """Train on the samples of `shards`, or find it done; returns the folder of draft.pt and fit.json under `work`.
 
-    Both are written four times an epoch, so that a usable draft exists early.
+    Both are written four times an epoch, so that a usable draft exists early. `start` is the folder of an exported
+    draft to go on from, with its vocabulary, in place of one made from the target's layers; `known` says how many of
+    the first shards it was fitted to.
     """
     names = [f"{shard.parent.name}/{shard.name}" for shard in shards]
-    content = json.dumps([names, asdict(options), workers])
+    weights = None if start is None else hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
+    content = json.dumps([names, asdict(options), workers, weights, known])
     out = work / f"fit-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if is_finished(out):
         return out
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = (workers, f"{scratch}/rendezvous", target, shards, out, options)
+        arguments = (workers, f"{scratch}/rendezvous", target, shards, out, options, start, known)
         if workers == 1:
             _fit_rank(0, *arguments)
         else:

@@ -18,7 +18,7 @@ from sglang_dspark.train.examples import Examples
 from sglang_dspark.train.quality import auc, calibration_error
 
 # Weight decay on standardised inputs, of the mean loss.
-DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+DECAYS = (1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 # What the distribution shows is a handful of trusted inputs against a thousand noisy ones: decayed this much less.
 FEATURE_DECAY = 0.01
 VALIDATION = 5  # every fifth answer

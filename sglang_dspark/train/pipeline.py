@@ -38,7 +38,11 @@ DEPTH = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a run depends on. `left_out` is the fraction of prompts kept for measuring."""
+    """Everything a run depends on. `left_out` is the fraction of prompts kept for measuring.
+
+    `start` is a draft's folder, in SGLang's format, to go on from, which was fitted to the first `known` batches of
+    answers; of the draft in `frozen` only the head is trained.
+    """
 
     target: Path
     prompts: Path
@@ -49,6 +53,9 @@ class Recipe:
     generation: Generation
     variations: Variations
     fitting: Fitting
+    start: Path | None = None
+    known: int = 0
+    frozen: Path | None = None
 
 
 def split(prompts: list[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -83,11 +90,11 @@ class Stages:
         return result
 
 
-def train(recipe: Recipe, draft: Path | None = None) -> dict[str, Any]:
+def train(recipe: Recipe) -> dict[str, Any]:
     """Run the recipe; the draft with its head, metrics.json and fit.png land in `recipe.out`. Returns the metrics.
 
-    With `draft`, a folder in SGLang's format, that draft stays as it is: only its head is trained, and head and metrics
-    land in `recipe.out`. Wrong input raises ValueError with the remedy before anything is generated.
+    Of a frozen draft only head and metrics do. Wrong input raises ValueError with the remedy before anything is
+    generated.
     """
     prompts = read_prompts(recipe.prompts)
     kept, left = split(prompts, recipe.left_out, recipe.generation.seed)
@@ -105,13 +112,14 @@ def train(recipe: Recipe, draft: Path | None = None) -> dict[str, Any]:
     for_draft, for_head = hold_back(answers, varied)
     target = Target(recipe.target)
     metrics: dict[str, Any] = {}
-    if draft is None:
-        fitted = timed("fit", lambda: fit(recipe.target, for_draft, recipe.work, recipe.fitting, recipe.workers))
+    if recipe.frozen is None:
+        fit_on = (recipe.target, for_draft, recipe.work, recipe.fitting, recipe.workers, recipe.start, recipe.known)
+        fitted = timed("fit", lambda: fit(*fit_on))
         metrics["draft_bytes"] = export(load_draft(fitted, target), recipe.out)
         # The fit's own time is kept with its log: the stage's is 0 where it was found done.
         metrics["fit_seconds"] = json.loads((fitted / "fit.json").read_text())["seconds"]
         plot_fit(fitted / "fit.json", recipe.out / "fit.png")
-    shipped = import_draft(draft or recipe.out, target.shape, target.embed)
+    shipped = import_draft(recipe.frozen or recipe.out, target.shape, target.embed)
     shown = timed("head_examples", lambda: gather(shipped, target, load_samples(for_head), DEPTH))
     head, metrics["head"] = timed("fit_head", lambda: fit_head(shown, target.embed, recipe.out))
     left_data = timed(

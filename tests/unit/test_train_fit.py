@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_dspark.train.export import export, import_draft
-from sglang_dspark.train.fit import Fitting, fit, learning_rate, load_draft
+from sglang_dspark.train.fit import Fitting, fit, learning_rate, load_draft, plan_steps
 from sglang_dspark.train.generate import Generation, generate
+from sglang_dspark.train.store import load_samples
 from sglang_dspark.train.target import Target
 from sglang_dspark.train.vocab import choose_draft_tokens, coverage
 from tests.train_tiny import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, PROMPTS, VOCAB, write_target
@@ -57,7 +58,7 @@ def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, 
 
 def test_two_processes_fit_as_one_does(target: Path, data: list[Path], tmp_path: Path) -> None:
     # Each process averages over its own tokens, so with unequal answers the gradients are near, not equal.
-    options = Fitting(draft_vocab=64, epochs=1, answers_per_step=4, steps=1)
+    options = Fitting(draft_vocab=64, epochs=1, answers_per_step=4, steps=1, prompt_share=1.0)
     still = replace(options, learning_rate=0.0)
 
     def fc(options: Fitting, workers: int) -> torch.Tensor:
@@ -67,6 +68,19 @@ def test_two_processes_fit_as_one_does(target: Path, data: list[Path], tmp_path:
     one, two = fc(options, 1) - start, fc(options, 2) - start
     assert two.norm() > 0
     assert torch.nn.functional.cosine_similarity(one.flatten(), two.flatten(), dim=0) > 0.9
+
+
+def test_known_answers_are_drawn_anew_each_epoch_and_fresh_ones_always(data: list[Path]) -> None:
+    samples = load_samples(data)
+    known, fresh = samples[:6], samples[6:]
+    options = Fitting(epochs=2, answers_per_step=2, known_share=0.5)
+    steps = plan_steps(known, fresh, options)
+    half = len(steps) // 2
+    drawn = [{id(s) for step in part for s in step} for part in (steps[:half], steps[half:])]
+    for ids in drawn:
+        assert {id(s) for s in fresh} <= ids and len(ids & {id(s) for s in known}) == 3
+    assert drawn[0] != drawn[1]
+    assert {id(s) for step in plan_steps([], samples, options) for s in step} == {id(s) for s in samples}
 
 
 def test_learning_rate_warms_up_and_ends_at_zero() -> None:
@@ -150,3 +164,14 @@ def test_a_draft_for_another_vocabulary_is_refused(target: Path, fitted: Path, t
     export(load_draft(fitted, whole), tmp_path)
     with pytest.raises(ValueError, match="d2t and t2d"):
         import_draft(tmp_path, replace(whole.shape, vocab=VOCAB + 1), whole.embed)
+
+
+def test_a_fit_goes_on_from_an_exported_draft(target: Path, data: list[Path], fitted: Path, tmp_path: Path) -> None:
+    export(load_draft(fitted, Target(target)), tmp_path, torch.float32)
+    still = replace(OPTIONS, learning_rate=0.0, epochs=1)
+    draft = load_draft(fit(target, data, tmp_path, still, 1, start=tmp_path), Target(target))
+    before = load_draft(fitted, Target(target))
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(dict(draft.named_parameters())[name], weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(draft.draft_tokens, before.draft_tokens)
+    assert fit(target, data, tmp_path, still, 1) != fit(target, data, tmp_path, still, 1, start=tmp_path)
