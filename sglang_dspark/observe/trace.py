@@ -75,12 +75,18 @@ class TraceWriter:
         for name in self.type.names or ():
             records[name] = fields[name]
         if records.nbytes > self._left:
-            if self._left:
-                logger.warning("DSPARK: the trace %s is full; further steps are not recorded.", self.path)
-            self._left = 0
+            self._stop("is full")
             return
-        self._left -= records.nbytes
-        self._file.write(records.tobytes())
+        try:
+            self._file.write(records.tobytes())
+            self._left -= records.nbytes
+        except OSError as error:  # a full disk must not keep the server from learning
+            self._stop(f"cannot be written ({error})")
+
+    def _stop(self, why: str) -> None:
+        if self._left:
+            logger.warning("DSPARK: the trace %s %s; further steps are not recorded.", self.path, why)
+        self._left = 0
 
     def close(self) -> None:
         self._file.close()

@@ -1,6 +1,7 @@
 """The step trace: what was written comes back, within its bound, and damage is told from data."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,8 +60,16 @@ def test_the_file_never_grows_past_its_bound_and_holds_whole_steps(tmp_path, cap
     assert path.stat().st_size <= limit
     records = read_trace(path).records
     assert 0 < len(records) < 400 and len(records) % 4 == 0
-    assert [r.getMessage() for r in caplog.records].count(f"DSPARK: the trace {path} is full; further steps are not "
-                                                          "recorded.") == 1  # fmt: skip
+    assert [f"{path} is full" in message for message in caplog.messages] == [True]
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path, caplog):
+    out = writer(tmp_path / "t")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        out._file = full
+        for n in range(3):
+            out.write(4, **step(n))
+    assert ["No space left" in message for message in caplog.messages] == [True]
 
 
 def test_a_new_server_starts_a_new_trace_but_never_inside_anothers(tmp_path):
