@@ -2,19 +2,18 @@
 
     python -m benchmarks.allocate
 
-Both split the same budget over the same confidence; SGLang 0.5.23 is schedule_verify_lens_topk of
-kernels/ops/speculative/dspark. Results are compared before they are timed: SGLang refuses survivals below 1e-6 and its
-torch reference may round a product in another order, so inputs keep clear of both. Ours also gives the prefix sum.
+Both split the same budget over the same confidence, ten batches in turn; SGLang 0.5.23 is schedule_verify_lens_topk of
+kernels/ops/speculative/dspark. Results are compared first, on confidence that keeps clear of where they differ: SGLang
+refuses survivals below 1e-6 and may round a product in another order. Ours also gives the prefix sum.
 """
 
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from benchmarks.timing import medians
+from benchmarks.timing import CALLS, medians, on_each
 from sglang_dspark.engine.cpu import install
 from sglang_dspark.kernels import allocate
 
@@ -27,16 +26,23 @@ def case(requests: int, gamma: int, device: str) -> dict[str, float]:
 
     generator = torch.Generator().manual_seed(requests)
     # Multiples of 1/16 above a half: products of up to four of them are exact, and none gets below 1e-6.
-    confidence = (torch.randint(9, 17, (requests, gamma), generator=generator) / 16).to(device)
+    exact = [(torch.randint(9, 17, (requests, gamma), generator=generator) / 16).to(device) for _ in range(CALLS)]
+    batches = [(1 - 0.5 * torch.rand(requests, gamma, generator=generator)).to(device) for _ in range(CALLS)]
     remap, prior = torch.arange(requests, device=device), torch.full((gamma,), 0.8, device=device)
     budget = 2 * requests
-    on_device = torch.tensor(budget, dtype=torch.int32, device=device)
+    given = budget if device == "cpu" else torch.tensor(budget, dtype=torch.int32, device=device)
     config = DSparkScheduleConfig(gamma=gamma)
-    sglang = partial(ScheduleVerifyLensTopk.execute, confidence=confidence, budget=budget, cfg=config)
-    ours = partial(allocate, confidence, remap, prior, on_device)
-    assert torch.equal(sglang(), ours().verify_lens), f"results differ at {requests} x {gamma}"
+
+    def sglang(confidence: torch.Tensor) -> torch.Tensor:
+        return ScheduleVerifyLensTopk.execute(confidence=confidence, budget=budget, cfg=config)
+
+    def ours(confidence: torch.Tensor) -> torch.Tensor:
+        return allocate(confidence, remap, prior, given).verify_lens
+
+    for confidence in exact:
+        assert torch.equal(sglang(confidence), ours(confidence)), f"results differ at {requests} x {gamma}"
     measure = medians if device == "cpu" else on_stream
-    times = measure({"sglang_us": sglang, "ours_us": ours})
+    times = measure({"sglang_us": on_each(batches, sglang), "ours_us": on_each(batches, ours)})
     return {"requests": requests, "gamma": gamma, **{name: round(value, 1) for name, value in times.items()}}
 
 

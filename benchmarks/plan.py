@@ -8,14 +8,11 @@ the tier above. joint_us also chooses the draft depth, which SGLang does not.
 """
 
 import json
-from collections.abc import Callable
-from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.timing import CALLS, medians
+from benchmarks.timing import CALLS, medians, on_each
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.cpu import install
 from sglang_dspark.schedule import budget_from_survival, joint_from_survival, survival
@@ -38,12 +35,6 @@ def cost_table(requests: int, gamma: int) -> CostTable:
 def batch(rng: np.random.Generator, requests: int, gamma: int) -> np.ndarray:
     """Survivals [requests, gamma]. Requests differ in how predictable they are, positions of one request little."""
     return survival(rng.beta(4 * rng.random((requests, 1)) + 0.5, 1, (requests, gamma)).astype(np.float32))
-
-
-def on_each(batches: list[Any], call: Callable[[Any], object]) -> Callable[[], object]:
-    """A function that calls with the next batch each time."""
-    turn = cycle(batches)
-    return lambda: call(next(turn))
 
 
 def case(requests: int, gamma: int) -> dict[str, float]:

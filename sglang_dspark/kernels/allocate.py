@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dspark.kernels.allocate_cpu import allocate_cpu
+from sglang_dspark.kernels.allocate_cpu import allocate_cpu, gather, in_order
 
 # Rows and positions the kernel is made for: 4096 requests in a batch, 16 drafted positions.
 MAX_REQUESTS, MAX_GAMMA = 4096, 16
@@ -22,7 +22,7 @@ def allocate(
     confidence: Tensor,
     remap: Tensor,
     prior: Tensor,
-    budget: Tensor,
+    budget: Tensor | int,
     *,
     depth: int | None = None,
     out: Allocation | None = None,
@@ -30,8 +30,9 @@ def allocate(
     """Verifies the `budget` draft tokens most likely to survive, all requests together.
 
     confidence: [H, gamma] float32 of the newest draft. remap: [R] int64, the row of each request in it, -1 for none.
-    prior: [gamma] float32, counted for those. budget: scalar int32 on the same device; above what exists it verifies
-    all. depth: only the first positions were drafted (all by default). out: filled instead of new tensors.
+    prior: [gamma] float32, counted for those. budget: scalar int32 on the same device, or for CPU tensors an int; above
+    what exists it verifies all. depth: only the first positions were drafted (all by default). out: filled instead of
+    new tensors.
 
     NaN, negative and above-1 confidence count as 0, 0 and 1; a survival of 0 is never chosen. Survival never rises
     along a row, so what is chosen of a row is a prefix. On a GPU it is one launch that reads nothing back and has no
@@ -51,13 +52,18 @@ def allocate(
             f"depth within them; got {requests} requests, {gamma} positions, prior {len(prior)}, depth {depth}."
         )
     if confidence.is_cpu:
-        lens, indptr = allocate_cpu(confidence.numpy(), remap.numpy(), prior.numpy(), int(budget), depth)
+        rows, own = confidence.numpy(), remap.numpy()
+        if not in_order(own, len(rows)):
+            rows = gather(rows, own, prior.numpy())
+        lens, indptr = allocate_cpu(rows[:, :depth], int(budget))
         made = Allocation(torch.from_numpy(lens), torch.from_numpy(indptr))
         if out is None:
             return made
         out.verify_lens.copy_(made.verify_lens)
         out.qo_indptr.copy_(made.qo_indptr)
         return out
+    if isinstance(budget, int):
+        raise ValueError("allocate on a GPU needs the budget there, as a scalar int32 tensor, not an int.")
     if out is None:
         out = Allocation(
             torch.empty(requests, dtype=torch.int32, device=confidence.device),

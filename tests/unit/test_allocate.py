@@ -94,6 +94,23 @@ def test_positions_past_the_depth_are_not_verified():
     assert allocate(torch.ones(2, 4), torch.arange(2), torch.ones(4), torch.tensor(8), depth=0).qo_indptr[-1] == 2
 
 
+def test_a_budget_may_be_an_int_on_the_host():
+    confidence, rows, prior = (
+        torch.rand(5, 4, generator=torch.Generator().manual_seed(6)),
+        torch.arange(5),
+        torch.ones(4),
+    )
+    for budget in (-1, 0, 7, 99):
+        as_int, as_tensor = (allocate(confidence, rows, prior, b) for b in (budget, torch.tensor(budget)))
+        assert torch.equal(as_int.verify_lens, as_tensor.verify_lens)
+
+
+@pytest.mark.parametrize("remap", [[0, 1, 2], [0, 2, 1], [0, 0, 0], [0, 1], [2, 1, 0, 0], [-1, -1, -1], [0, 1, -1]])
+def test_a_remap_is_followed_whether_or_not_it_is_every_requests_own_row(remap: list[int]):
+    confidence = torch.tensor([[0.9, 0.8], [0.7, 0.2], [0.4, 0.3]])
+    check(Case("remap", confidence, torch.tensor(remap), torch.tensor([0.6, 0.5]), torch.tensor(3), 2))
+
+
 def test_out_is_filled_in_place():
     out = Allocation(torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     got = allocate(torch.ones(2, 3), torch.arange(2), torch.ones(3), torch.tensor(4), out=out)
