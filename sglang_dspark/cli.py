@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_dspark import __version__
 from sglang_dspark.commands.calibrate import add_calibrate
+from sglang_dspark.commands.profile import add_profile
 
 
 def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
@@ -99,7 +100,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
 
 
 # Each adds its parser and sets `run` on it; imports of the work stay inside `run`, so that --help is instant.
-SUBCOMMANDS = (add_train, add_calibrate)
+SUBCOMMANDS = (add_train, add_profile, add_calibrate)
 
 
 def build_parser() -> argparse.ArgumentParser:

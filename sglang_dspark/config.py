@@ -31,6 +31,8 @@ class Options:
 
     profile_seconds: float = 10.0
     """Time limit of the start-up profile, seconds; 0 means no profile and so verify-all."""
+    cost_table: Path | None = None
+    """File of the step cost: read in place of the start-up profile where it is there, written after one where not."""
     trace: Path | None = None
     """File that steps are recorded in (sglang_dspark.observe.trace), written anew; None: nowhere."""
     trace_bytes: int = 256 << 20
@@ -45,7 +47,7 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         Refusal: a value cannot be used, or a ``DSPARK_*`` variable is not an option.
     """
-    known = {"DSPARK_PROFILE_SECONDS", "DSPARK_TRACE", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
+    known = {"DSPARK_PROFILE_SECONDS", "DSPARK_COST_TABLE", "DSPARK_TRACE", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
     for name in environ:
         if name.startswith("DSPARK_") and name not in known:
             raise Refusal(
@@ -57,6 +59,7 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     trace, trace_bytes = _trace(environ.get("DSPARK_TRACE"))
     return Options(
         profile_seconds=_seconds(environ.get("DSPARK_PROFILE_SECONDS")),
+        cost_table=_path(environ.get("DSPARK_COST_TABLE")),
         trace=trace,
         trace_bytes=trace_bytes,
         policy=policy,
@@ -69,6 +72,15 @@ def allowed_sglang(environ: Mapping[str, str] = os.environ) -> str | None:
     Apart from :func:`read_options`, because the plugin needs it before there is a place to refuse anything.
     """
     return environ.get("DSPARK_ALLOW_SGLANG") or None
+
+
+def _path(text: str | None) -> Path | None:
+    if not text:
+        return None
+    path = Path(text)
+    if path.is_dir():
+        raise Refusal(f"DSPARK_COST_TABLE={text!r} is a folder; name a file.")
+    return path
 
 
 def _seconds(text: str | None) -> float:

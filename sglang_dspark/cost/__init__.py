@@ -5,7 +5,7 @@ from sglang_dspark.cost.grid import Point, profile_grid
 from sglang_dspark.cost.model import BoundCost, CostModel
 from sglang_dspark.cost.online import OnlineCorrection
 from sglang_dspark.cost.sps import load_sps_table
-from sglang_dspark.cost.store import CostKey, load_table, save_table
+from sglang_dspark.cost.store import CostKey, load_table, read_table, save_table
 from sglang_dspark.cost.table import CostTable
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "load_sps_table",
     "load_table",
     "profile_grid",
+    "read_table",
     "save_table",
 ]

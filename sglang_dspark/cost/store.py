@@ -47,6 +47,18 @@ def save_table(path: str | Path, key: CostKey, table: CostTable) -> None:
 
 def load_table(path: str | Path, key: CostKey) -> CostTable:
     """Reads a table back. Raises ValueError, one sentence, where the file is damaged or for another deployment."""
+    found, table = read_table(path)
+    for name, wanted in asdict(key).items():
+        if found.get(name) != wanted:
+            raise ValueError(
+                f"Cost table {path} was measured with {name} {found.get(name)!r}, not {wanted!r}; "
+                "delete it or name another file to profile again."
+            )
+    return table
+
+
+def read_table(path: str | Path) -> tuple[dict[str, Any], CostTable]:
+    """What a table was measured on, and the table. Raises ValueError, one sentence, where the file is damaged."""
     content = _read_object(path)
     if content.get("format") != FORMAT:
         raise ValueError(
@@ -56,13 +68,7 @@ def load_table(path: str | Path, key: CostKey) -> CostTable:
     found = content.get("key")
     if not isinstance(found, dict):
         raise ValueError(f"Cost table {path} does not say what it was measured on; delete it to profile again.")
-    for name, wanted in asdict(key).items():
-        if found.get(name) != wanted:
-            raise ValueError(
-                f"Cost table {path} was measured with {name} {found.get(name)!r}, not {wanted!r}; "
-                "delete it or name another file to profile again."
-            )
-    return _table(path, content.get("table"))
+    return found, _table(path, content.get("table"))
 
 
 def _read_object(path: str | Path) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def _resolve(server_args: Any) -> None:
     resolve(server_args)
 
 
-def _check_backend(_: None, server_args: Any) -> None:
-    from sglang_dspark.engine.server_args import check_backend
+def _check_resolved(_: None, server_args: Any) -> None:
+    from sglang_dspark.engine.server_args import check_resolved
 
-    check_backend(server_args)
+    check_resolved(server_args)
 
 
 def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
@@ -125,8 +125,8 @@ STARTUP = (
         "DSPARK would go to the builtin path, which refuses every draft but DSpark's",
     ),
     Hook(
-        "arg_groups.speculative_hook._handle_eagle_family", "server_args", HookType.AFTER, _check_backend,
-        "the attention backend is known only here",
+        "arg_groups.speculative_hook._handle_eagle_family", "server_args", HookType.AFTER, _check_resolved,
+        "the attention backend and the model's config are known only here",
         "a backend without ragged rows would fail in, or silently spoil, the first step",
     ),
     Hook(

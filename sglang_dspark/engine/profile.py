@@ -24,7 +24,7 @@ from sglang.srt.speculative.eagle_utils import (
 from sglang.srt.speculative.ragged_verify import build_capture_verify_lens
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from sglang_dspark.cost import CostModel, Point, Sample, fit_table, profile_grid
+from sglang_dspark.cost import CostTable, Point, Sample, fit_table, profile_grid
 from sglang_dspark.engine.verify import ragged_rows
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cos
 MOST_REQUESTS = 64
 
 
-def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]]:
-    """Measure for at most about ``limit`` seconds; the cost model, and a report of what was measured.
+def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]]:
+    """Measure for at most about ``limit`` seconds; the cost table, and a report of what was measured.
 
     None where not even one target forward fitted into the limit: the server then verifies all that it drafts.
     """
@@ -72,23 +72,15 @@ def profile(worker: Any, limit: float) -> tuple[CostModel | None, dict[str, Any]
     worker.draft_worker.set_depth(gamma)
     seconds = time.perf_counter() - start
     verified = [s for s in samples if s.kind == "verify"]
-    report = {"seconds": round(seconds, 3), "samples": len(samples), "points": len(grid)}
+    report: dict[str, Any] = {"source": "profile", "seconds": round(seconds, 3), "samples": len(samples)}
+    report["points"] = f"{len({s[:4] for s in samples})} of {len(grid)}"
     if not verified:
         logger.warning("DSPARK: no forward fitted into DSPARK_PROFILE_SECONDS=%s; verifying everything.", limit)
         return None, report
     table = fit_table(samples)
-    report["table"] = {
-        "tokens": list(table.tokens),
-        "ms": [round(1e3 * s, 3) for s in table.seconds],
-        "ms_per_request": round(1e3 * table.per_request, 4),
-        "ms_per_1k_context": round(1e6 * table.per_kv_token, 4),
-        "draft_ms": [round(1e3 * x, 4) for x in (table.draft_start, table.draft_fixed, table.draft_per_request)],
-        "extend_ms": [
-            round(1e3 * x, 4) for x in (table.extend_fixed, table.extend_per_request, table.extend_per_token)
-        ],
-    }
+    report["table"] = table.summary()
     _log(report)
-    return CostModel(table, max_depth=gamma), report
+    return table, report
 
 
 def _over(worker: Any, start: float, limit: float) -> bool:

@@ -14,7 +14,7 @@ from sglang_dspark.confidence import Estimator, PositionPrior, Rows
 from sglang_dspark.cost import CostModel
 from sglang_dspark.kernels.allocate import allocate
 from sglang_dspark.observe import TraceWriter
-from sglang_dspark.schedule import ConfidenceHistory, Plan, plan_joint
+from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Plan, plan_joint
 
 # A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe,
 # one depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
@@ -55,24 +55,42 @@ class _Launched(NamedTuple):
     seconds: float = float("nan")
 
 
+class Settled(NamedTuple):
+    """A step and its outcome."""
+
+    plan: Plan
+    verified: NDArray[np.int64]
+    """[R] draft tokens the target saw."""
+    accepted: NDArray[np.int64]
+    """[R] of them accepted."""
+    tokens: int
+    """Given to the target forward."""
+    confidence: Tensor
+    """[R, gamma] that the step went by."""
+
+
 class StepScheduler:
     """Owns history, priors, estimator and cost of one server, and its counters.
 
     Memory: slots x (8 x gamma + 32) bytes of history, and a cost curve of about 2 x R x (gamma + 1) doubles.
     """
 
-    def __init__(self, slots: int, gamma: int) -> None:
+    def __init__(self, slots: int, gamma: int, estimator: Estimator | None = None) -> None:
         self.slots, self.gamma = slots, gamma
         self.cost: CostModel | None = None
         """Step times; None until a profile was taken, and then everything drafted is verified."""
         self.history = ConfidenceHistory(slots, gamma)
         self.priors = (PositionPrior(gamma), PositionPrior(gamma))
-        self.estimator = Estimator(slots, gamma)
+        self.estimator = estimator or Estimator(slots, gamma)
         self.trace: TraceWriter | None = None
         """Where steps are recorded; None: nowhere."""
+        self.rest = DraftRest()
+        self.warm = True
+        """Whether the draft extend of this step runs, so that the next one can draft."""
         self.counters: Counter[str] = Counter()
         self.modes: Counter[str] = Counter()
         self.depths: Counter[int] = Counter()
+        self.rest_steps = 0
         self.last_plan: Plan | None = None
         self._step = 0
         self._seen_at = np.zeros(gamma, np.int64)
@@ -87,14 +105,24 @@ class StepScheduler:
         device; it was left by the last step's draft extend, so it is as old as the history.
         """
         self._step += 1
+        requests = len(batch.slots)
         if self.cost is None:
-            return self.verify_all(len(batch.slots))
-        confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, self._prior_rows(batch.rule))
-        if first_shown is not None:
-            confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
-        step_time = self.cost.bind(len(batch.slots), batch.kv_tokens)
-        plan = plan_joint(confidence, step_time, max_depth=self.gamma)
-        return self._probe(plan, len(batch.slots))
+            return self.verify_all(requests)
+        prior = self._prior_rows(batch.rule)
+        if self.rest.resting:
+            confidence = prior  # nothing was drafted lately, so this is all that is known of any request
+        else:
+            confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, prior)
+            if first_shown is not None:
+                confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
+        step_time = self.cost.bind(requests, batch.kv_tokens)
+        plan = self._probe(plan_joint(confidence, step_time, max_depth=self.gamma), requests)
+        depth = self.rest.step(plan.depth, requests)
+        self.warm = not self.rest.resting
+        if depth == plan.depth:
+            return plan
+        seconds = float(step_time(0, np.array([requests]))[0])
+        return Plan(0, 0, "no_draft", float(requests), seconds, requests / seconds)
 
     def verify_all(self, requests: int, depth: int | None = None) -> Plan:
         """The plan that needs no estimate: draft ``depth`` (gamma) positions and verify them all."""
@@ -103,6 +131,9 @@ class StepScheduler:
 
     def _probe(self, plan: Plan, requests: int) -> Plan:
         if plan.depth == self.gamma or self._step - self._seen_at[plan.depth] <= PROBE_STEPS:
+            return plan
+        if self.rest.resting:
+            self.rest.wake()  # the draft must be warm before it can be probed: at the next step
             return plan
         self._seen_at[plan.depth] = self._step
         self.modes["probe"] += 1
@@ -137,13 +168,14 @@ class StepScheduler:
         self.last_plan = plan
         self.modes[plan.mode] += 1
         self.depths[plan.depth] += 1
+        self.rest_steps += not (self.warm or plan.depth)
 
     # -- after the verify ------------------------------------------------------------------------------------------
 
-    def settle(self, accepted: NDArray[np.int64]) -> None:
-        """Learn from the oldest step not settled: accepted draft tokens [R], bonus excluded."""
+    def settle(self, accepted: NDArray[np.int64]) -> Settled | None:
+        """Learn from the oldest step not settled, if there is one: accepted draft tokens [R], bonus excluded."""
         if not self._waiting:
-            return
+            return None
         sent = self._waiting.popleft()
         verified = sent.verify_lens.cpu().numpy().astype(np.int64) - 1
         requests = len(verified)
@@ -162,21 +194,26 @@ class StepScheduler:
         shown = sent.shown.cpu().numpy()
         if self.trace is not None:
             self._record(sent, shown, accepted, verified)
+        settled = Settled(sent.plan, verified, accepted, sent.tokens, sent.confidence)
         if not sent.plan.depth:
-            return
+            return settled
         clean, rule = sent.batch.clean, sent.batch.rule
         for index, prior in enumerate(self.priors):
             mine = clean & (rule == index)
             if mine.any():
                 prior.observe(accepted[mine], verified[mine])
         self.estimator.observe(shown, sent.recent, sent.batch.rows, accepted, verified, clean)
+        return settled
 
-    def timed(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """Correct the cost model by a step that took ``seconds``."""
+    def timed(self, plan: Plan, tokens: int, seconds: float) -> bool:
+        """Correct the cost model by a step that took ``seconds``; whether that time had been predicted."""
         if self._waiting:
             self._waiting[-1] = self._waiting[-1]._replace(seconds=seconds)
-        if self.cost is not None and plan.step_time == plan.step_time:  # NaN: nothing was predicted
+        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
+        predicted = plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
+        if self.cost is not None and predicted:
             self.cost.observe(tokens, plan.step_time, seconds)
+        return predicted
 
     def forget_waiting(self) -> None:
         """Drop steps whose outcome never comes (a batch that was thrown away)."""
@@ -221,6 +258,8 @@ class StepScheduler:
             if self.counters["requests"]
             else None,
             "modes": dict(self.modes),
+            "rests": self.rest.rests,
+            "rest_steps": self.rest_steps,
             "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
             "last_plan": None if plan is None else {k: _number(v) for k, v in plan._asdict().items()},
             "prior": {

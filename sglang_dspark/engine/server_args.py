@@ -11,10 +11,20 @@ import json
 import logging
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import attention_backends_of, declare_resolution, resolved_view, resolving_view
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    declare_resolution,
+    model_config_of,
+    resolved_view,
+    resolving_view,
+)
 
+from sglang_dspark.confidence import HEADLESS
 from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
+from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
+from sglang_dspark.engine.step_cost import check_files
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +73,24 @@ def resolve(server_args: Any) -> None:
     logger.info("DSPARK: %s draft %s, at most %d draft tokens a step.", kind.value, path, steps)
 
 
-def check_backend(server_args: Any) -> None:
-    """Once SGLang has resolved the attention backend: refuse one that cannot verify rows of different length."""
+def check_resolved(server_args: Any) -> None:
+    """Once SGLang has read the model's config and resolved the attention backend: what can be refused only then.
+
+    Raises:
+        Refusal: a backend that cannot verify rows of different length; a step cost or a calibration that is damaged or
+            was measured on something else.
+    """
     if not is_ours(server_args):
         return
+    check_backend(server_args)
+    cfg = resolved_view(server_args)
+    key = cost_key(cfg, model_config_of(server_args))
+    check_files(read_options(), cfg.speculative_dspark_sps_table_path, key)
+    temperatures(cfg.speculative_dspark_confidence_sts_path, HEADLESS, cfg.speculative_num_steps)
+
+
+def check_backend(server_args: Any) -> None:
+    """Refuse an attention backend that cannot verify rows of different length."""
     prefill, decode = attention_backends_of(resolved_view(server_args))
     mode = resolved_view(server_args).speculative_attention_mode
     used = prefill if mode == "prefill" else decode

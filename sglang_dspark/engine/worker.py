@@ -7,24 +7,35 @@ Drafting, acceptance, KV and output stay SGLang's (EAGLEWorkerV2); prefill is un
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
-from sglang_dspark.confidence import RULES
+from sglang_dspark import __version__
+from sglang_dspark.confidence import HEADLESS, RULES, Estimator
 from sglang_dspark.config import read_options
+from sglang_dspark.cost import CostKey
+from sglang_dspark.engine.agreement import refuse_differences
+from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
+from sglang_dspark.engine.metrics import report_settled, step_metrics
 from sglang_dspark.engine.policy import load_policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.engine.step_cost import step_cost
 from sglang_dspark.engine.verify import VerifyTarget, cut_chain, ragged_rows
 from sglang_dspark.observe import TraceWriter
+from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
 
 MOST_HOST_SHARE = 0.3  # of a step's time; a longer gap before it was a prefill or a wait
@@ -41,8 +52,9 @@ class DSparkWorker(EAGLEWorkerV2):
         self.options = read_options()
         self.gamma: int = self.speculative_num_steps
         self.faults = Faults()
-        self.profile_report: dict[str, Any] = {}
+        self.cost_report: dict[str, Any] = {}
         self._plan: Plan | None = None
+        self._warm = True
         self._batch: StepBatch | None = None
         self._ended = 0.0
 
@@ -52,13 +64,17 @@ class DSparkWorker(EAGLEWorkerV2):
         slots = self.req_to_token_pool.req_to_token.shape[0]
         self._draft_worker.start_watching(slots)
         self.requests = RequestTable(slots)
-        self.scheduler = StepScheduler(slots, self.gamma)
+        start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, HEADLESS, self.gamma)
+        self.scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, HEADLESS, start))
         self.scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
+        self.metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
+        if self.metrics is not None:
+            self.faults.watch = self.metrics.fault
         self.policy = load_policy(self.options.policy, self.scheduler)
 
     def _open_trace(self) -> TraceWriter | None:
         path = self.options.trace
-        if path is None or get_parallel().tp_rank:
+        if path is None or not self.is_first_rank:
             return None
         return TraceWriter(path, self.gamma, self.scheduler.estimator.source.shown, RULES, self.options.trace_bytes)
 
@@ -66,13 +82,10 @@ class DSparkWorker(EAGLEWorkerV2):
         """Stock, then the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
         self._draft_worker.watch_extend_graph()
-        if self.options.profile_seconds > 0:
-            self.faults.run("profile", self._profile, lambda: None)
-
-    def _profile(self) -> None:
-        from sglang_dspark.engine.profile import profile
-
-        self.scheduler.cost, self.profile_report = profile(self, self.options.profile_seconds)
+        key = cost_key(self.server_args, self.target_worker.model_runner.model_config)
+        sps_path = self.server_args.speculative_dspark_sps_table_path
+        self._refuse_other_settings(key)
+        self.scheduler.cost, self.cost_report = step_cost(self, self.options, sps_path, key)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -85,14 +98,19 @@ class DSparkWorker(EAGLEWorkerV2):
         between = start - self._ended
         self._batch = self.requests.describe(batch)
         plan = self._plan = self._make_plan(batch)
+        planned = time.perf_counter() - start
+        self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, not self._warm, planned))
         self._set_depth(plan.depth)
-        result = super().forward_batch_generation(batch, *args, **kwargs)
+        # SGLang's own switch for a step without draft: its extend stays out too, and stubs stand for its output.
+        with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(not self._warm):
+            result = super().forward_batch_generation(batch, *args, **kwargs)
         self._ended = time.perf_counter()
         if batch.seq_lens.is_cpu:  # elsewhere the host does not see when the step ended
             seconds = self._ended - start
             # The host's work between two steps is part of what a step costs; a wait for requests is not.
             seconds += between if between < MOST_HOST_SHARE * seconds else 0.0
-            self.faults.run("timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: None)
+            if self.faults.run("timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: False):
+                self._measure(lambda metrics: metrics.timed(plan.step_time, seconds))
         return result
 
     def _make_plan(self, batch: Any) -> Plan:
@@ -160,14 +178,34 @@ class DSparkWorker(EAGLEWorkerV2):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by SGLang once a step's acceptance is on the host."""
         accepted = np.asarray(num_correct_drafts_per_req, np.int64)
-        self.faults.run("learning", lambda: self.scheduler.settle(accepted), self.scheduler.forget_waiting)
+        settled = self.faults.run("learning", lambda: self.scheduler.settle(accepted), self.scheduler.forget_waiting)
+        if settled is not None:
+            self._measure(lambda metrics: report_settled(metrics, settled))
+
+    def _measure(self, report: Callable[[StepMetrics], None]) -> None:
+        metrics = self.metrics
+        if metrics is not None:
+            self.faults.run("metrics", lambda: report(metrics), lambda: None)
 
     # -- tensor parallel: one rank decides -------------------------------------------------------------------------
     # Always outside of what a fault may cut short: a rank that skips a broadcast leaves the others waiting.
 
+    def _refuse_other_settings(self, key: CostKey) -> None:
+        group = get_parallel().tp_group
+        if group.world_size > 1:
+            mine = {"sglang_dspark": __version__, "num_steps": self.gamma, **asdict(self.options), **asdict(key)}
+            refuse_differences(group.all_gather_object(mine))
+
     def _agree_on_plan(self, plan: Plan) -> Plan:
-        depth, budget = self.from_first_rank(torch.tensor([plan.depth, plan.budget], device=self.device)).tolist()
+        mine = torch.tensor([plan.depth, plan.budget, int(self.scheduler.warm)], device=self.device)
+        depth, budget, warm = self.from_first_rank(mine).tolist()
+        self._warm = bool(warm)
         return plan if (depth, budget) == (plan.depth, plan.budget) else plan._replace(depth=depth, budget=budget)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the tensor-parallel rank that decides."""
+        return bool(get_parallel().tp_rank == 0)
 
     def from_first_rank(self, values: Tensor) -> Tensor:
         """``values`` of the first tensor-parallel rank, on every rank."""
@@ -188,7 +226,7 @@ class DSparkWorker(EAGLEWorkerV2):
         """Counters, last plan, profile, faults and what is free in the pools, as plain JSON types."""
         return {
             **self.scheduler.info(),
-            "profile": self.profile_report,
+            "cost": self.cost_report,
             "faults": dict(self.faults.counts),
             # Target and draft write the same slots of one allocator, so one number is both.
             "pools": {

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.launch import Server
+from benchmarks.launch import CPU_FLAGS, Server
 from tests import tiny
 from tests.tiny import TinyPairs
 
@@ -100,3 +100,30 @@ def greedy(server: Server, prompts: list[list[int]], users: int | None = None) -
     """Greedy output tokens of each prompt, never ending early."""
     replies = server.generate_all(prompts, users, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     return [reply["output_ids"] for reply in replies]
+
+
+@pytest.fixture(scope="session")
+def resolve(pairs):
+    """Resolves server arguments in this process, as a server does before it loads anything."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+
+    def run(*args, draft=pairs.eagle3, target=pairs.target):
+        given = ["--speculative-draft-model-path", str(draft)] if draft else []
+        argv = ["--model-path", str(target), "--speculative-algorithm", "DSPARK", *given, *CPU_FLAGS, *args]
+        server_args = prepare_server_args(argv)
+        server_args.resolve_once()
+        return server_args
+
+    return run
+
+
+def refusal(action):
+    """The sentence that ``action`` is refused with: one line, one full stop at its end."""
+    with pytest.raises(ValueError) as caught:
+        action()
+    sentence = str(caught.value)
+    assert sentence.endswith(".") and "\n" not in sentence
+    return sentence

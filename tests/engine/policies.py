@@ -9,7 +9,7 @@ from sglang_dspark.engine.policy import Policy
 
 
 class Switch(Policy):
-    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random or depths. Read anew each step."""
+    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, depths, rests. Read anew each step."""
 
     def __init__(self, scheduler):
         super().__init__(scheduler)
@@ -29,8 +29,11 @@ class Switch(Policy):
         plan = super().plan(batch, first_shown)
         if self._says() == "own":
             return plan
-        gamma = self.scheduler.gamma
-        return self.scheduler.verify_all(len(batch.slots), self._next_depth() if self._says() == "depths" else gamma)
+        gamma, says = self.scheduler.gamma, self._says()
+        self.scheduler.warm = True
+        if says == "rests":  # at depth 0 the draft may rest, and what it then drafts comes from stubs
+            self.scheduler.warm = bool(torch.randint(2, (), generator=self.random))
+        return self.scheduler.verify_all(len(batch.slots), self._next_depth() if says in ("depths", "rests") else gamma)
 
     def allocate(self, plan, confidence, draft):
         says = self._says()
@@ -59,3 +62,12 @@ class Broken(Policy):
 
     def allocate(self, plan, confidence, draft):
         raise RuntimeError("planted")
+
+
+class Off(Policy):
+    """Never drafts and lets the draft rest: what is left is the cost of our worker itself."""
+
+    def plan(self, batch, first_shown):
+        super().plan(batch, first_shown)
+        self.scheduler.warm = False
+        return self.scheduler.verify_all(len(batch.slots), 0)

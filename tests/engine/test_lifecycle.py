@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.launch import Server
 from tests.engine.conftest import NEW_TOKENS, base, dspark, greedy
@@ -23,6 +24,7 @@ def server(pairs):
         "--chunked-prefill-size",
         "32",
         "--enable-mixed-chunk",
+        "--enable-metrics",
     )
     with running:
         yield running
@@ -120,6 +122,22 @@ def test_a_thousand_requests_with_aborts_give_every_slot_back(server, prompts, e
         assert all(pool.map(one, range(1000)))
     assert free(server) == before
     assert server.info()["dspark"]["faults"] == {}
+
+
+def test_metrics_stand_beside_sglangs_own_under_the_same_labels(server, prompts):
+    before = server.info()["dspark"]
+    greedy(server, prompts[:4])
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    samples = {}
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        samples.setdefault(sample.name, []).append(sample)
+    after = server.info()["dspark"]
+    ours = samples["dspark:steps_total"]
+    assert len(ours) == 1 and ours[0].labels == samples["sglang:num_running_reqs"][0].labels
+    assert before["steps"] < ours[0].value <= after["steps"]
+    assert sum(s.value for s in samples["dspark:accepted_length_total"]) == after["requests"]
+    assert samples["dspark:accepted_total"][0].value == after["accepted"]
+    assert sum(s.value for s in samples["dspark:mode_total"]) == ours[0].value
 
 
 def test_retraction_changes_nothing(pairs, prompts, expected):

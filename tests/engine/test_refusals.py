@@ -7,25 +7,7 @@ import sys
 import pytest
 
 from benchmarks.launch import CPU_FLAGS
-
-
-@pytest.fixture(scope="module")
-def resolve(pairs):
-    """Resolves server arguments in this process, as a server does before it loads anything."""
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-
-    def run(*args, draft=pairs.eagle3, target=pairs.target):
-        given = ["--speculative-draft-model-path", str(draft)] if draft else []
-        argv = ["--model-path", str(target), "--speculative-algorithm", "DSPARK", *given, *CPU_FLAGS, *args]
-        server_args = prepare_server_args(argv)
-        server_args.resolve_once()
-        return server_args
-
-    return run
-
+from tests.engine.conftest import refusal
 
 REFUSED = {
     "tree": (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk 4"),
@@ -83,15 +65,6 @@ def test_a_target_that_is_no_draft_is_refused(resolve, pairs, tmp_path):
 def test_an_environment_option_that_cannot_work_is_refused(resolve, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert name in refusal(resolve)
-
-
-def refusal(action):
-    """The sentence that ``action`` is refused with: one line, one full stop at its end."""
-    with pytest.raises(ValueError) as caught:
-        action()
-    sentence = str(caught.value)
-    assert sentence.endswith(".") and "\n" not in sentence
-    return sentence
 
 
 @pytest.mark.parametrize("draft, algorithm", [("eagle3", "EAGLE3"), ("eagle3_full", "EAGLE3"), ("eagle", "EAGLE")])

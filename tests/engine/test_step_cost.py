@@ -1,0 +1,81 @@
+"""Where a server's step cost comes from: the profile, a file of an earlier one, SGLang's own file."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.launch import CPU_ENVIRONMENT, CPU_FLAGS
+from sglang_dspark.cost import read_table, save_table
+from tests.engine.conftest import base, dspark, greedy, refusal
+
+
+@pytest.fixture(scope="module")
+def profiled(pairs, tmp_path_factory):
+    """A table that the command line measured, for the servers of this file."""
+    out = tmp_path_factory.mktemp("cost") / "cost.json"
+    command = [
+        *(sys.executable, "-m", "sglang_dspark.cli", "profile", "--out", str(out), "--seconds", "3", "--json", "--"),
+        *(*CPU_FLAGS, *base(pairs.target), "--speculative-draft-model-path", str(pairs.eagle3)),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=subprocess.PIPE, text=True, timeout=400
+    )
+    assert done.returncode == 0
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed["table"] == read_table(out)[1].summary() and printed["key"]["backend"] == "intel_amx"
+    return out
+
+
+def test_a_measured_table_is_used_in_place_of_the_profile(pairs, profiled, prompts, expected):
+    with dspark(pairs.target, pairs.eagle3, env={"DSPARK_COST_TABLE": str(profiled)}) as server:
+        cost = server.info()["dspark"]["cost"]
+        assert cost == {"source": str(profiled), "table": read_table(profiled)[1].summary()}
+        assert greedy(server, prompts) == expected
+        assert server.info()["dspark"]["modes"] != {} and server.info()["dspark"]["faults"] == {}
+
+
+def test_a_start_without_the_file_writes_it(pairs, profiled, tmp_path):
+    path = tmp_path / "new" / "cost.json"
+    with dspark(pairs.target, pairs.eagle3, env={"DSPARK_COST_TABLE": str(path)}) as server:
+        cost = server.info()["dspark"]["cost"]
+    assert cost["source"] == "profile" and cost["table"] == read_table(path)[1].summary()
+    assert read_table(path)[0] == read_table(profiled)[0]
+
+
+def test_sglangs_own_file_prices_the_target_and_the_profile_the_draft(pairs, tmp_path, prompts, expected):
+    path = tmp_path / "sps.json"
+    path.write_text(json.dumps({"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [400.0, 200.0, 50.0]}))
+    with dspark(pairs.target, pairs.eagle3, "--speculative-dspark-sps-table-path", str(path)) as server:
+        cost = server.info()["dspark"]["cost"]
+        assert cost["source"] == str(path) and cost["table"]["ms"] == [2.5, 5.0, 20.0]
+        assert cost["table"]["draft_ms"] != [0, 0, 0] and cost["table"]["extend_ms"] != [0, 0, 0]
+        assert greedy(server, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    "field, value", [("model", "another"), ("draft", "another"), ("device", "cuda"), ("sglang", "0.5.22"), ("tp", 2)]
+)
+def test_a_table_measured_on_something_else_is_refused(resolve, profiled, tmp_path, monkeypatch, field, value):
+    from sglang_dspark.cost import CostKey
+
+    key, table = read_table(profiled)
+    path = tmp_path / "cost.json"
+    save_table(path, dataclasses.replace(CostKey(**key), **{field: value}), table)
+    monkeypatch.setenv("DSPARK_COST_TABLE", str(path))
+    sentence = refusal(resolve)
+    assert str(path) in sentence and field in sentence and repr(value) in sentence
+
+
+def test_a_damaged_file_or_two_files_are_refused(resolve, tmp_path, monkeypatch):
+    path = tmp_path / "cost.json"
+    path.write_bytes(b"\x80\x04not json")
+    assert str(path) in refusal(lambda: resolve("--speculative-dspark-sps-table-path", str(path)))
+    monkeypatch.setenv("DSPARK_COST_TABLE", str(path))
+    assert str(path) in refusal(resolve)
+    assert "give one of them" in refusal(lambda: resolve("--speculative-dspark-sps-table-path", str(path)))
+    monkeypatch.setenv("DSPARK_COST_TABLE", str(tmp_path))
+    assert "is a folder" in refusal(resolve)
