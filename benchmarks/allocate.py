@@ -10,6 +10,7 @@ refuses survivals below 1e-6 and may round a product in another order. Ours also
 import json
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
@@ -20,40 +21,50 @@ from sglang_dspark.kernels import allocate
 CASES = ((8, 5), (64, 7), (256, 7), (1024, 7))
 
 
-def case(requests: int, gamma: int, device: str) -> dict[str, float]:
-    from sglang.kernels.ops.speculative.dspark.dspark_schedule import ScheduleVerifyLensTopk
-    from sglang.srt.speculative.dspark_components.dspark_planner import DSparkScheduleConfig
-
+def case(requests: int, gamma: int, device: str, compare: bool = True) -> dict[str, float]:
+    """Medians of one shape, on a GPU also of the host's part in a launch; compare: SGLang's too, where it is there."""
     generator = torch.Generator().manual_seed(requests)
-    # Multiples of 1/16 above a half: products of up to four of them are exact, and none gets below 1e-6.
-    exact = [(torch.randint(9, 17, (requests, gamma), generator=generator) / 16).to(device) for _ in range(CALLS)]
     batches = [(1 - 0.5 * torch.rand(requests, gamma, generator=generator)).to(device) for _ in range(CALLS)]
     remap, prior = torch.arange(requests, device=device), torch.full((gamma,), 0.8, device=device)
     budget = 2 * requests
     given = budget if device == "cpu" else torch.tensor(budget, dtype=torch.int32, device=device)
-    config = DSparkScheduleConfig(gamma=gamma)
-
-    def sglang(confidence: torch.Tensor) -> torch.Tensor:
-        return ScheduleVerifyLensTopk.execute(confidence=confidence, budget=budget, cfg=config)
 
     def ours(confidence: torch.Tensor) -> torch.Tensor:
         return allocate(confidence, remap, prior, given).verify_lens
 
-    for confidence in exact:
-        assert torch.equal(sglang(confidence), ours(confidence)), f"results differ at {requests} x {gamma}"
-    measure = medians if device == "cpu" else on_stream
-    times = measure({"sglang_us": on_each(batches, sglang), "ours_us": on_each(batches, ours)})
+    calls = {"ours": ours}
+    if compare:
+        calls = {"sglang": sglangs(budget, gamma), **calls}
+        for _ in range(CALLS):
+            # Multiples of 1/16 above a half: products of up to six of them are exact, and none chosen is below 1e-6.
+            exact = (torch.randint(9, 17, (requests, gamma), generator=generator) / 16).to(device)
+            same = torch.equal(calls["sglang"](exact), ours(exact))
+            assert same, f"results differ at {requests} x {gamma}"
+    turns = {name: on_each(batches, call) for name, call in calls.items()}
+    times = {f"{name}_us": time for name, time in (medians if device == "cpu" else on_stream)(turns).items()}
+    if device != "cpu":
+        times |= {f"{name}_host_us": time for name, time in medians(turns).items()}
     return {"requests": requests, "gamma": gamma, **{name: round(value, 1) for name, value in times.items()}}
+
+
+def sglangs(budget: int, gamma: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """SGLang's own allocation of a budget."""
+    from sglang.kernels.ops.speculative.dspark.dspark_schedule import ScheduleVerifyLensTopk
+    from sglang.srt.speculative.dspark_components.dspark_planner import DSparkScheduleConfig
+
+    config = DSparkScheduleConfig(gamma=gamma)
+    return lambda confidence: ScheduleVerifyLensTopk.execute(confidence=confidence, budget=budget, cfg=config)
 
 
 def on_stream(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Microseconds of each call on the device, as the median of replays of a CUDA graph of it."""
     result = {}
     for name, call in calls.items():
-        call()
+        for _ in range(CALLS):
+            call()  # nothing may be left to compile while the graph is captured
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=stream):
-            for _ in range(20):
+            for _ in range(2 * CALLS):
                 call()
         taken = []
         for _ in range(50):
@@ -61,8 +72,8 @@ def on_stream(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
             start = time.perf_counter()
             graph.replay()
             torch.cuda.synchronize()
-            taken.append((time.perf_counter() - start) / 20 * 1e6)
-        result[name] = sorted(taken)[len(taken) // 2]
+            taken.append((time.perf_counter() - start) / (2 * CALLS) * 1e6)
+        result[name] = median(taken)
     return result
 
 
