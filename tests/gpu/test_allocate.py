@@ -11,7 +11,7 @@ from tests.unit.allocate_cases import Case, adversarial_cases, random_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-RANDOM_CASES = 3_000
+RANDOM_CASES = 20_000
 # One request, odd sizes, every largest block that is held in registers, and what lies in scratch memory.
 SHAPES = [(1, 1), (17, 3), (256, 7), (1000, 7), (2048, 8), (1024, 16), (4096, 4), (2048, 16), (4096, 7), (4096, 16)]
 

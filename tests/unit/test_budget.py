@@ -77,6 +77,61 @@ def test_the_optimum_is_brute_forces_on_ten_thousand_random_small_cases():
     check_against_brute_force(10_000, seed=2)
 
 
+def server_case(rng: np.random.Generator):
+    """A batch of serving size under a cost of GPU shape: linear, roofline or convex, in tiers evenly or not."""
+    requests, gamma = int(rng.choice([1, 8, 33, 128])), int(rng.choice([1, 3, 7]))
+    spread = rng.choice([1, 2, 8]) * rng.random((requests, 1)) + 0.5
+    confidence = rng.beta(spread, 1, (requests, gamma)).astype(np.float32)
+    most, count = requests * (gamma + 1), int(rng.choice([4, 16, 48]))
+    space = np.linspace if rng.random() < 0.5 else np.geomspace
+    tiers = np.unique(np.append(space(requests, most, count).astype(int), most))
+    slope = 10 ** rng.uniform(-7, -4)
+    linear = 0.01 + slope * tiers
+    shapes = [
+        linear,
+        np.maximum(0.01 + 0.1 * slope * tiers, 0.007 + 1.5 * slope * tiers),
+        0.01 + slope * tiers**2 / most,
+    ]
+    forward = 10 ** rng.uniform(-4, -3)
+    return confidence, Stairs(tiers, shapes[rng.integers(3)], forward * np.arange(gamma + 1)), gamma
+
+
+def ruled(confidence: np.ndarray, step_time: Stairs, gamma: int, min_gain: float) -> tuple[str, float]:
+    """Mode and theta that the rule of minimum gain asks for, by full evaluation."""
+    thetas = []
+    for depth in range(gamma + 1):
+        ordered = np.sort(survival(confidence[:, :depth]).ravel())[::-1].astype(np.float64)
+        tau = len(confidence) + np.append(0.0, np.cumsum(ordered))
+        thetas.append(tau / step_time(depth, len(confidence) + np.arange(len(tau))))
+    none, everything = thetas[0][0], max(theta[-1] for theta in thetas[1:])
+    mode, theta = ("verify_all", everything) if everything > none * (1 + min_gain) else ("no_draft", none)
+    best = max(theta.max() for theta in thetas)
+    return ("scheduled", best) if best > theta * (1 + min_gain) else (mode, theta)
+
+
+def test_batches_of_serving_size_get_what_the_rule_asks_for():
+    rng, modes = np.random.default_rng(7), set()
+    for _ in range(200):
+        confidence, stairs, gamma = server_case(rng)
+        for min_gain in (0.0, 0.01):
+            plan = plan_joint(confidence, stairs, max_depth=gamma, min_gain=min_gain)
+            mode, theta = ruled(confidence, stairs, gamma, min_gain)
+            assert plan.theta == pytest.approx(theta, rel=1e-12)
+            if min_gain:
+                assert plan.mode == mode
+            modes.add(plan.mode)
+    assert modes == {"no_draft", "verify_all", "scheduled"}
+
+
+def test_a_batch_of_the_same_size_with_other_tiers_or_prefill_is_planned_afresh():
+    confidence = np.random.default_rng(9).beta(2, 2, (8, 5)).astype(np.float32)
+    for tiers in ((8, 16, 48, 96), (8, 20, 48, 96), (8, 24, 48, 96)):
+        table = CostTable(tiers, (0.010, 0.011, 0.030, 0.050), tiers=tiers)
+        for prefill in (0, 2):
+            plan = plan_joint(confidence, CostModel(table).bind(16, 0), max_depth=5, prefill_tokens=prefill)
+            assert 8 + prefill + plan.budget == tiers[1]
+
+
 def bound(*, tokens=(1, 1024), seconds=(0.01, 0.02), requests=8, kv_tokens=0, prefill=0, **terms):
     return CostModel(CostTable(tokens, seconds, **terms)).bind(requests, kv_tokens, prefill)
 
