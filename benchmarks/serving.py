@@ -1,6 +1,6 @@
 """What a server of each kind delivers at each load: plain, EAGLE3 at fixed depths, SGLang's adaptive mode, DSPARK.
 
-    python -m benchmarks.serving --prompts FOLDER --users 1 4 16
+    python -m benchmarks.serving --prompts FOLDER
 
 One server of each kind is started in turn within a round, and rounds repeat, so that slow changes of the machine meet
 all of them alike; figures are medians over rounds. Prints a table, then one JSON line.
@@ -9,6 +9,7 @@ all of them alike; figures are medians over rounds. Prints a table, then one JSO
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -21,6 +22,7 @@ import requests
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.acceptance import choose
 from benchmarks.launch import Server
 from benchmarks.prompts import tokenise
 from examples.demo import DRAFT, HERE, TARGET
@@ -60,7 +62,13 @@ def modes(draft: Path) -> dict[str, list[str]]:
 def main() -> None:
     """Run all rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="folder or file of prompts")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=HERE / "prompts.jsonl",
+        help="folder or file",
+    )
+    parser.add_argument("--left-out", type=float, default=0.15, help="share left out of training; 1 takes all prompts")
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
@@ -72,8 +80,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
     args = parser.parse_args()
     console = Console(stderr=True)
-    ids, _ = tokenise([prompt.text for prompt in read_prompts(args.prompts)], args.target)
-    ids = [i for i in ids if len(i) <= LONGEST]
+    found = choose(read_prompts(args.prompts), args.left_out, max(args.users))
+    ids, _ = tokenise([prompt.text for prompt in found], args.target)
+    ids = mixed([prompt.domain for prompt in found], ids)
     kinds = {k: v for k, v in modes(args.draft).items() if args.modes is None or k in args.modes}
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
     for number in range(args.rounds):
@@ -87,6 +96,16 @@ def main() -> None:
     loads = [summary(users, kinds, runs) for users in args.users]
     show(console, loads, kinds)
     print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "sweep": sweep(loads), "loads": loads}))
+
+
+def mixed(domains: list[str], ids: list[list[int]]) -> list[list[int]]:
+    """The prompts that are short enough, domain by turn, so that every load meets the same mixture."""
+    rows: dict[str, list[list[int]]] = defaultdict(list)
+    for domain, prompt in zip(domains, ids, strict=True):
+        if len(prompt) <= LONGEST:
+            rows[domain].append(prompt)
+    turns = itertools.zip_longest(*rows.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def measure(

@@ -11,10 +11,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 SUPPORTED_SGLANG = "0.5.23"
 MAX_STEPS = 16  # gamma of the allocation kernel, design limit; longer EAGLE chains were never profitable anywhere
 DEFAULT_STEPS = 5  # positions beyond 5 are rarely worth a draft forward; the planner drafts fewer whenever that pays
+
+
+NAMES = (
+    "DSPARK_ALLOW_SGLANG",
+    "DSPARK_CONFIDENCE_HEAD",
+    "DSPARK_COST_TABLE",
+    "DSPARK_POLICY",
+    "DSPARK_PROFILE_SECONDS",
+    "DSPARK_TRACE",
+)
 
 
 class Refusal(SystemExit, ValueError):
@@ -33,6 +44,8 @@ class Options:
     """Time limit of the start-up profile, seconds; 0 means no profile and so verify-all."""
     cost_table: Path | None = None
     """File of the step cost: read in place of the start-up profile where it is there, written after one where not."""
+    head: Path | Literal["off"] | None = None
+    """Confidence head, a file or a draft's folder; None: the one in the draft's folder, if any; "off": none."""
     trace: Path | None = None
     """File that steps are recorded in (sglang_dspark.observe.trace), written anew; None: nowhere."""
     trace_bytes: int = 256 << 20
@@ -47,12 +60,9 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         Refusal: a value cannot be used, or a ``DSPARK_*`` variable is not an option.
     """
-    known = {"DSPARK_PROFILE_SECONDS", "DSPARK_COST_TABLE", "DSPARK_TRACE", "DSPARK_POLICY", "DSPARK_ALLOW_SGLANG"}
     for name in environ:
-        if name.startswith("DSPARK_") and name not in known:
-            raise Refusal(
-                f"{name}={environ[name]!r} is not an option of sglang-dspark; it has {', '.join(sorted(known))}."
-            )
+        if name.startswith("DSPARK_") and name not in NAMES:
+            raise Refusal(f"{name}={environ[name]!r} is not an option of sglang-dspark; it has {', '.join(NAMES)}.")
     policy = environ.get("DSPARK_POLICY") or None
     if policy is not None and policy.count(":") != 1:
         raise Refusal(f"DSPARK_POLICY={policy!r} must have the form module:factory.")
@@ -60,6 +70,7 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
     return Options(
         profile_seconds=_seconds(environ.get("DSPARK_PROFILE_SECONDS")),
         cost_table=_path(environ.get("DSPARK_COST_TABLE")),
+        head=_head(environ.get("DSPARK_CONFIDENCE_HEAD")),
         trace=trace,
         trace_bytes=trace_bytes,
         policy=policy,
@@ -81,6 +92,16 @@ def _path(text: str | None) -> Path | None:
     if path.is_dir():
         raise Refusal(f"DSPARK_COST_TABLE={text!r} is a folder; name a file.")
     return path
+
+
+def _head(text: str | None) -> Path | Literal["off"] | None:
+    if not text:
+        return None
+    if text == "off":
+        return "off"
+    if not Path(text).exists():
+        raise Refusal(f"DSPARK_CONFIDENCE_HEAD={text!r} is not there; name a file, a draft's folder, or off.")
+    return Path(text)
 
 
 def _seconds(text: str | None) -> float:

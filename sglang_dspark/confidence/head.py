@@ -78,23 +78,24 @@ class ConfidenceHead(nn.Module):
 
         ValueError says in one sentence why a file is not taken; FileNotFoundError when there is none.
         """
-        if path.is_dir():
-            path = path / HEAD_FILE
-        with path.open("rb") as file:
-            if file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-                raise ValueError(
-                    f"{path}: a pickled file, which is never read; a confidence head is a safetensors file"
-                )
-        try:
-            with safe_open(path, "pt") as opened:
-                metadata = opened.metadata() or {}
-                state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path}: not a whole safetensors file ({error}); fetch or train the head again"
-            ) from error
-        weight, bias = _checked(path, metadata, state, hidden, embed.shape[1])
+        weight, bias = read_head(path, hidden=hidden, width=embed.shape[1])
         return cls(weight, bias, hidden, embed)
+
+
+def read_head(path: Path, *, hidden: int, width: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a head, checked for a draft of this hidden size and embedding width; raises as `load` does."""
+    if path.is_dir():
+        path = path / HEAD_FILE
+    with path.open("rb") as file:
+        if file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            raise ValueError(f"{path}: a pickled file, which is never read; a confidence head is a safetensors file")
+    try:
+        with safe_open(path, "pt") as opened:
+            metadata = opened.metadata() or {}
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error}); fetch or train the head again") from error
+    return _checked(path, metadata, state, hidden, width)
 
 
 def _checked(

@@ -7,7 +7,7 @@ are known before x_k is sampled and do not depend on it, which sampled drafts ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from sglang_dspark.confidence import FEATURES, draft_features
+from sglang_dspark.confidence.head import ConfidenceHead
 
 
 class DSparkDraftWorker(EagleDraftWorker):
@@ -29,11 +30,16 @@ class DSparkDraftWorker(EagleDraftWorker):
     shown: Tensor
     first_shown: Tensor
 
-    def start_watching(self, slots: int) -> None:
-        """Allocate the buffers for ``slots`` requests and tap the draft model's forward. Before graphs are captured."""
+    def start_watching(self, slots: int, head: ConfidenceHead | None = None, rules: Sequence[int] = ()) -> None:
+        """Allocate the buffers for ``slots`` requests and tap the draft model's forward. Before graphs are captured.
+
+        head: its logits for ``rules`` (indices into HEAD_RULES) stand behind the features.
+        """
         self.gamma = self.speculative_num_steps
-        self.shown = torch.zeros(slots, self.gamma, len(FEATURES), device=self.device)
-        self.first_shown = torch.zeros(slots, len(FEATURES), device=self.device)
+        self.head, self.head_rules = head, torch.tensor(rules, dtype=torch.long, device=self.device)
+        columns = len(FEATURES) + len(rules)
+        self.shown = torch.zeros(slots, self.gamma, columns, device=self.device)
+        self.first_shown = torch.zeros(slots, columns, device=self.device)
         self._position: int | None = None
         self._extended: Any = None
         self._chains = {self.gamma: (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)}
@@ -66,18 +72,26 @@ class DSparkDraftWorker(EagleDraftWorker):
 
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
-        self._keep_first(batch)
+        self._keep_first(batch, result)
         return result
 
-    def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        super()._draft_extend_for_decode(batch, *args, **kwargs)
-        self._keep_first(batch)
+    def _draft_extend_for_decode(self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
+        super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
+        self._keep_first(batch, batch_result.next_draft_input)
 
-    def _keep_first(self, batch: Any) -> None:
+    def _keep_first(self, batch: Any, draft_input: Any) -> None:
         if not batch.forward_mode.is_idle():
-            # SGLang has cut the logits to each request's last accepted row in place, on the output the tap holds.
-            self.first_shown[batch.req_pool_indices] = draft_features(self._extended.next_token_logits)
+            # SGLang has cut the output to each request's last accepted row in place, on the output the tap holds.
+            self.first_shown[batch.req_pool_indices] = self._show(self._extended, draft_input.bonus_tokens)
         self._extended = None
+
+    def _show(self, output: Any, tokens: Tensor) -> Tensor:
+        """[R, columns] what a draft forward over ``tokens`` [R] shows of the position after them."""
+        features = draft_features(output.next_token_logits)
+        if self.head is None:
+            return features
+        logits = self.head(output.hidden_states, tokens, features)
+        return torch.cat([features, logits[:, self.head_rules]], dim=1)
 
     @contextmanager
     def _watching(self, position: int) -> Iterator[None]:
@@ -97,7 +111,7 @@ class DSparkDraftWorker(EagleDraftWorker):
                 self._extended = logits
             elif logits.next_token_logits is not None:
                 rows = len(logits.next_token_logits)
-                self.shown[:rows, self._position] = draft_features(logits.next_token_logits)
+                self.shown[:rows, self._position] = self._show(logits, args[0].input_ids)
                 self._position += 1
             return output
 

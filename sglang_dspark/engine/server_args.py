@@ -19,9 +19,9 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 
-from sglang_dspark.confidence import HEADLESS
 from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
 from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.confidence_head import check_head, source_of
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
 from sglang_dspark.engine.step_cost import check_files
@@ -77,16 +77,18 @@ def check_resolved(server_args: Any) -> None:
     """Once SGLang has read the model's config and resolved the attention backend: what can be refused only then.
 
     Raises:
-        Refusal: a backend that cannot verify rows of different length; a step cost or a calibration that is damaged or
-            was measured on something else.
+        Refusal: a backend that cannot verify rows of different length; a step cost, confidence head or calibration that
+            is damaged or was made for something else.
     """
     if not is_ours(server_args):
         return
     check_backend(server_args)
-    cfg = resolved_view(server_args)
-    key = cost_key(cfg, model_config_of(server_args))
-    check_files(read_options(), cfg.speculative_dspark_sps_table_path, key)
-    temperatures(cfg.speculative_dspark_confidence_sts_path, HEADLESS, cfg.speculative_num_steps)
+    cfg, options, model = resolved_view(server_args), read_options(), model_config_of(server_args)
+    check_files(options, cfg.speculative_dspark_sps_table_path, cost_key(cfg, model))
+    draft = cfg.speculative_draft_model_path
+    check_head(options, draft, model.hidden_size)
+    source = source_of(options, draft, cfg.tp_size)
+    temperatures(cfg.speculative_dspark_confidence_sts_path, source, cfg.speculative_num_steps)
 
 
 def check_backend(server_args: Any) -> None:
@@ -113,7 +115,7 @@ def _draft(cfg: Any) -> tuple[DraftKind, str]:
         draft = _read_config(cfg, path, cfg.speculative_draft_model_revision, FLAG)
         is_target = path == cfg.model_path
     kind = classify(draft, path, is_target=is_target)
-    check_fit(kind, draft, target, path)
+    check_fit(kind, draft, target, path, sampled=cfg.speculative_use_rejection_sampling)
     return kind, path
 
 

@@ -20,11 +20,13 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
 from sglang_dspark import __version__
-from sglang_dspark.confidence import HEADLESS, RULES, Estimator
+from sglang_dspark.confidence import HEAD, HEADLESS, RULES, Estimator
+from sglang_dspark.confidence.head import HEAD_RULES, ConfidenceHead
 from sglang_dspark.config import read_options
 from sglang_dspark.cost import CostKey
 from sglang_dspark.engine.agreement import refuse_differences
 from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.confidence_head import load_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
@@ -62,15 +64,24 @@ class DSparkWorker(EAGLEWorkerV2):
         """Stock, then our buffers: one row a request slot."""
         super().alloc_memory_pool(*args, **kwargs)
         slots = self.req_to_token_pool.req_to_token.shape[0]
-        self._draft_worker.start_watching(slots)
+        head = self.faults.run("head", self._load_head, lambda: None)
+        drawn = self.server_args.speculative_use_rejection_sampling
+        rules = [HEAD_RULES.index("greedy"), HEAD_RULES.index("drawn" if drawn else "sampled")]
+        self._draft_worker.start_watching(slots, head, rules if head is not None else ())
         self.requests = RequestTable(slots)
-        start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, HEADLESS, self.gamma)
-        self.scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, HEADLESS, start))
+        source = HEADLESS if head is None else HEAD
+        start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, source, self.gamma)
+        self.scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, source, start))
         self.scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
         self.metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
         if self.metrics is not None:
             self.faults.watch = self.metrics.fault
         self.policy = load_policy(self.options.policy, self.scheduler)
+
+    def _load_head(self) -> ConfidenceHead | None:
+        target = self.target_worker.model_runner.model
+        draft = self.server_args.speculative_draft_model_path
+        return load_head(self.options, draft, target, get_parallel().tp_group.world_size)
 
     def _open_trace(self) -> TraceWriter | None:
         path = self.options.trace

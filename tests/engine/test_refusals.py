@@ -25,6 +25,9 @@ REFUSED = {
     ),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
     "data-parallel attention": (["--enable-dp-attention"], "--enable-dp-attention"),
+    "sampled drafts of a reduced vocabulary": (
+        ["--speculative-use-rejection-sampling"], "--speculative-use-rejection-sampling"
+    ),
     "disaggregation": (["--disaggregation-mode", "decode"], "--disaggregation-mode decode"),
 }  # fmt: skip
 
