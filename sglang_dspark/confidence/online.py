@@ -14,7 +14,7 @@ Doubles = NDArray[np.float64]
 LEAST_SPREAD = 0.02
 # A change of traffic: the errors of about the last WINDOW observations, half-life, sum to more than this many standard
 # deviations.
-WINDOW, SURPRISE = 256.0, 3.5
+WINDOW, SURPRISE = 256.0, 3.0
 SOLVE_EVERY = 16  # observations; a solve takes as long after one as after a thousand
 
 
