@@ -7,7 +7,7 @@ PROMPTS ?=
 SMOLLM2 := build/smollm2-135m
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo test test-all lint types bench gpu-check venv clean
+.PHONY: demo test test-all lint types bench bench-serving gpu-check venv clean
 
 demo: venv $(SMOLLM2)/config.json  ## serve real prompts three ways and compare
 	$(BIN)/python -m examples.demo $(if $(PROMPTS),--prompts $(PROMPTS))
@@ -28,6 +28,9 @@ types: venv
 bench: venv
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.allocate
+
+bench-serving: venv $(SMOLLM2)/config.json  ## every kind of server at 1 to 32 users: about half an hour, with nothing beside it
+	$(BIN)/python -m benchmarks.serving $(if $(PROMPTS),--prompts $(PROMPTS),--left-out 1)
 
 gpu-check:  ## the allocation kernel on this machine's GPU, with a PYTHON whose torch can use it (.venv's cannot)
 	$(PYTHON) -m benchmarks.gpu_check

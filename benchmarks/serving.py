@@ -59,8 +59,7 @@ def modes(draft: Path) -> dict[str, list[str]]:
     }
 
 
-def main() -> None:
-    """Run all rounds."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--prompts",
@@ -78,7 +77,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run all rounds."""
+    args = build_parser().parse_args()
     console = Console(stderr=True)
     found = choose(read_prompts(args.prompts), args.left_out, max(args.users))
     ids, _ = tokenise([prompt.text for prompt in found], args.target)

@@ -12,7 +12,7 @@ THEIRS = ("venv", "pip", "pytest")
 def commands():
     """(module, arguments) of every `python -m` that any target runs, its prerequisites rebuilt."""
     dry = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo", "test", "test-all", "bench", "PROMPTS=p.jsonl"],
+        ["make", "--dry-run", "--always-make", "demo", "test", "test-all", "bench", "bench-serving", "PROMPTS=p.jsonl"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     for line in dry.splitlines():
