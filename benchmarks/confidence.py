@@ -95,7 +95,7 @@ def record(prompts: Path, out: Path, limit: int, new_tokens: int, threads: int |
             start = server.info()["dspark"].get("steps", 0)
             with console.status(f"{domain}: {2 * len(mine)} answers"):
                 jobs = [
-                    pool.submit(server.generate, i, temperature=t, max_new_tokens=new_tokens)
+                    pool.submit(server.generate, i, timeout=3600, temperature=t, max_new_tokens=new_tokens)
                     for i in mine
                     for t in (0.0, 1.0)
                 ]
@@ -221,12 +221,15 @@ def position_figures(confidence: NDArray[np.float64], records: NDArray[Any], k: 
 
 
 def switch(trace: Trace, domains: dict[str, list[Step]]) -> dict[str, Any]:
-    """Calibration error of acceptance in windows of WINDOW steps, one domain served after the other from a cold start:
-    of the estimator as it learns, and of one that stops learning at the first switch."""
+    """Calibration error of acceptance in windows of WINDOW steps, from a cold start: code, then chat, then the rest.
+
+    Of the estimator as it learns, and of one that stops learning at the first switch. Requests of two domains never
+    share a step, so the order in which they were recorded does not matter.
+    """
     series: dict[str, Any] = {}
     learning, stopping = Replay(trace, HEADLESS, learns=True), Replay(trace, HEADLESS, learns=True)
-    for domain, steps in domains.items():
-        rows = []
+    for domain in sorted(domains, key=lambda name: (name != "code", name != "chat")):
+        steps, rows = domains[domain], []
         for at in range(0, len(steps) - WINDOW + 1, WINDOW):
             window = steps[at : at + WINDOW]
             said: dict[str, list[NDArray[np.float64]]] = {"online": [], "stopped": []}
