@@ -153,7 +153,9 @@ class StepScheduler:
         requests = len(confidence)
         rows = torch.arange(requests, device=confidence.device)
         unused = confidence.new_zeros(self.gamma)  # every request of the step was drafted, so none takes a prior
-        budget = plan.budget if confidence.is_cpu else torch.tensor(plan.budget, dtype=torch.int32).to(confidence.device)
+        budget = (
+            plan.budget if confidence.is_cpu else torch.tensor(plan.budget, dtype=torch.int32).to(confidence.device)
+        )
         return allocate(confidence, rows, unused, budget, depth=plan.depth).verify_lens
 
     def launched(

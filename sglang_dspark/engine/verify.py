@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, resolve_ragged_verify_layout
 from torch import Tensor
 
@@ -62,6 +63,13 @@ def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
     verify_input.ragged_verify_layout = rows.layout
     verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
     verify_input.dspark_rows = rows
+
+
+def propose_nothing(verify_input: Any, requests: int, vocab: int, device: Any) -> None:
+    """Give a step without drafts the draft distribution that the rule for sampled drafts asks for: zeros, which make it
+    sample from the target. SGLang's own step without drafts has none and is refused under that rule."""
+    if verify_input.draft_probs is None and get_spec().speculative_use_rejection_sampling:
+        verify_input.draft_probs = torch.zeros(requests, 1, vocab, device=device)
 
 
 def prepare_ragged(

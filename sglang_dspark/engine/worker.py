@@ -35,7 +35,7 @@ from sglang_dspark.engine.policy import load_policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.engine.step_cost import step_cost
-from sglang_dspark.engine.verify import VerifyTarget, cut_chain, ragged_rows
+from sglang_dspark.engine.verify import VerifyTarget, cut_chain, propose_nothing, ragged_rows
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
@@ -134,7 +134,12 @@ class DSparkWorker(EAGLEWorkerV2):
             return self.policy.plan(described, first)
 
         mine = self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
-        return self._agree_on_plan(mine)
+        drafted_before, agreed = self._warm, self._agree_on_plan(mine)
+        if agreed.depth and not drafted_before:
+            # After a step without an extend there is nothing to draft from, whoever plans it.
+            self._warm = True
+            return self.scheduler.verify_all(len(described.slots), 0)
+        return agreed
 
     def _set_depth(self, depth: int) -> None:
         self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
@@ -147,6 +152,8 @@ class DSparkWorker(EAGLEWorkerV2):
         plan, described = self._plan, self._batch
         assert plan is not None and described is not None
         requests, depth = len(batch.seq_lens), plan.depth
+        if depth == 0:
+            propose_nothing(batch.spec_info, requests, self.target_worker.model_config.vocab_size, self.device)
         shown = self._draft_worker.shown[:requests, :depth].clone()
         confidence, lens = self.faults.run(
             "allocation",

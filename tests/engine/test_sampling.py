@@ -9,7 +9,7 @@ import requests
 import torch
 from scipy.stats import chi2
 
-from tests.engine.conftest import dspark
+from tests.engine.conftest import Switch, dspark
 
 PROMPT = [3, 7, 5]
 TOKENS = 5  # the first comes from the prefill, the others from verify steps of depth 3
@@ -29,12 +29,20 @@ FILTERS = (
 
 
 @pytest.fixture(scope="module", params=("argmax", "sampled"))
-def server(request, pairs):
+def switch(request, pairs, tmp_path_factory):
+    """One server for each draft rule, under the Switch policy."""
     rule = REJECTION if request.param == "sampled" else ()
-    with dspark(
-        pairs.chi_target, pairs.chi_eagle3, "--speculative-num-steps", "3", "--disable-radix-cache", *rule
-    ) as it:
-        yield it
+    file = tmp_path_factory.mktemp("policy") / "policy"
+    file.write_text("own")
+    flags = ("--speculative-num-steps", "3", "--disable-radix-cache", *rule)
+    env = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
+    with dspark(pairs.chi_target, pairs.chi_eagle3, *flags, env=env) as it:
+        yield Switch(it, file)
+
+
+@pytest.fixture
+def server(switch):
+    return switch.to("own")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +63,13 @@ def test_sampled_output_has_the_targets_distribution(server, target, sampling):
     # It was really speculation that was tested: drafts were accepted, and others refused.
     accepted, verified = (after[k] - before.get(k, 0) for k in ("accepted", "verified"))
     assert 0.05 < accepted / verified < 0.95
+
+
+@pytest.mark.parametrize("policy", ("rests", pytest.param("random", marks=LONG)))
+def test_sampled_output_has_the_targets_distribution_at_every_depth_and_after_rests(switch, target, policy):
+    assert p_value(sample(switch.to(policy), SAMPLES), distribution(target)) > ALPHA
+    depths = switch.server.info()["dspark"]["depths"]
+    assert policy == "random" or set(depths) == {"0", "1", "2", "3"}
 
 
 @pytest.mark.long
