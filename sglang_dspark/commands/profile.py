@@ -40,9 +40,7 @@ def add_profile(commands: Any) -> Callable[[argparse.Namespace], int]:
         from sglang_dspark.cost import read_table
 
         if args.out.exists():
-            raise ValueError(
-                f"--out {args.out} is there already; delete it or name another file."
-            )
+            raise ValueError(f"--out {args.out} is there already; delete it or name another file.")
         if not 0 < args.seconds <= LONGEST:
             raise ValueError(f"--seconds {args.seconds} must be above 0 and at most {LONGEST}.")
         code = measure(args.flags, args.out, args.seconds)
