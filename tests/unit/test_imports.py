@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "sglang_dspark"
-PURE = ["schedule", "cost", "confidence", "kernels", "replay"]
+PURE = ["schedule", "cost", "confidence", "kernels", "observe", "replay"]
 
 
 def imports(file: Path) -> Iterator[str]:
