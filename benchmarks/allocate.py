@@ -14,8 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.timing import CALLS, medians, on_each
-from sglang_dspark.engine.cpu import install
+from benchmarks.timing import CALLS, make_sglang_importable, medians, on_each
 from sglang_dspark.kernels import allocate
 
 CASES = ((8, 5), (64, 7), (256, 7), (1024, 7))
@@ -78,7 +77,7 @@ def on_stream(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def main() -> None:
-    install()
+    make_sglang_importable()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"on {device}\n{'R x gamma':>10} {'SGLang us':>10} {'ours us':>10} {'ratio':>6}")

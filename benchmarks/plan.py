@@ -12,9 +12,8 @@ import json
 import numpy as np
 import torch
 
-from benchmarks.timing import CALLS, medians, on_each
+from benchmarks.timing import CALLS, make_sglang_importable, medians, on_each
 from sglang_dspark.cost import CostModel, CostTable
-from sglang_dspark.engine.cpu import install
 from sglang_dspark.schedule import budget_from_survival, joint_from_survival, survival
 
 CASES = ((8, 5), (64, 7), (256, 7), (1024, 7))
@@ -70,7 +69,7 @@ def case(requests: int, gamma: int) -> dict[str, float]:
 
 
 def main() -> None:
-    install()
+    make_sglang_importable()
     torch.set_num_threads(1)
     print(f"{'R x gamma':>10} {'SGLang us':>10} {'budget us':>10} {'ratio':>6} {'joint us':>10} {'ratio':>6}")
     cases = []

@@ -1,9 +1,14 @@
 """Every command of ours that the Makefile runs is one that its module accepts."""
 
 import importlib
+import json
+import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 THEIRS = ("venv", "pip", "pytest")
@@ -28,3 +33,16 @@ def test_the_makefile_gives_each_module_arguments_that_it_takes():
         module = importlib.import_module(name)
         if arguments:
             module.build_parser().parse_args(arguments)  # exits where it does not take them
+
+
+@pytest.mark.parametrize("module", ("benchmarks.plan", "benchmarks.allocate"))
+def test_a_benchmark_of_the_core_finds_sglang_by_itself(module):
+    """In a shell that has set nothing, as a person's has not."""
+    program = (
+        f"import {module} as it, benchmarks.timing as timing; timing.ROUNDS = 1; it.CASES = it.CASES[:1]; it.main()"
+    )
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG", "TORCHDYNAMO"))}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (case,) = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert case["requests"] == 8 and case["sglang_us"] > 0
