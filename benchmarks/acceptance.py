@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.launch import Server
-from benchmarks.prompts import tokenise
+from benchmarks.prompts import choose, tokenise
 from examples.demo import DRAFT, TARGET
-from sglang_dspark.train.data import Prompt, is_left_out, read_prompts
+from sglang_dspark.train.data import read_prompts
 
 LONGEST = 1024  # prompt tokens; a longer one measures prefill
 USERS = 16
@@ -63,15 +62,6 @@ def main() -> None:
         table.add_row(domain, str(row["prompts"]), str(row["steps"]), f"{row['accepted_length']:.3f}", by_position)
     Console(stderr=True).print(table)
     print(json.dumps(result))
-
-
-def choose(prompts: list[Prompt], left_out: float, limit: int) -> list[Prompt]:
-    """At most ``limit`` prompts of each domain, of those that the training's rule left out (seed 0)."""
-    found: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in prompts:
-        if left_out >= 1 or is_left_out(prompt.text, left_out, 0):
-            found[prompt.domain].append(prompt)
-    return [prompt for rows in found.values() for prompt in rows[:: max(len(rows) // limit, 1)][:limit]]
 
 
 def summary(domains: list[str], replies: list[dict[str, Any]], steps: int) -> dict[str, Any]:

@@ -71,9 +71,8 @@ def _beside(trace: Path) -> Path:
 
 def record(prompts: Path, out: Path, limit: int, new_tokens: int, threads: int | None) -> None:
     """Serve each domain's left-out prompts at temperature 0 and 1; a trace, and each domain's steps beside it."""
-    from benchmarks.acceptance import choose
     from benchmarks.launch import Server
-    from benchmarks.prompts import tokenise
+    from benchmarks.prompts import choose, tokenise
     from examples.demo import DRAFT, TARGET
     from sglang_dspark.train.data import read_prompts
 

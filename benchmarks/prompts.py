@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import CPU_ENVIRONMENT
 from sglang_dspark.engine import cpu
+from sglang_dspark.train.data import Prompt, is_left_out
 
 
 def tokenise(texts: list[str], target: Path) -> tuple[list[list[int]], Any]:
@@ -22,3 +24,12 @@ def tokenise(texts: list[str], target: Path) -> tuple[list[list[int]], Any]:
         for t in texts
     ]
     return [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats], tokenizer
+
+
+def choose(prompts: list[Prompt], left_out: float, limit: int) -> list[Prompt]:
+    """At most ``limit`` prompts of each domain, of those that the training's rule left out (seed 0)."""
+    found: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        if left_out >= 1 or is_left_out(prompt.text, left_out, 0):
+            found[prompt.domain].append(prompt)
+    return [prompt for rows in found.values() for prompt in rows[:: max(len(rows) // limit, 1)][:limit]]

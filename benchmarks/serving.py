@@ -22,9 +22,8 @@ import requests
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.acceptance import choose
 from benchmarks.launch import Server
-from benchmarks.prompts import tokenise
+from benchmarks.prompts import choose, tokenise
 from examples.demo import DRAFT, HERE, TARGET
 from sglang_dspark.train.data import read_prompts
 

@@ -10,6 +10,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_dspark.train.data import Prompt
+from sglang_dspark.train.generate import Generation, answer, plan_batches, shared_prefix, tokenise
+from sglang_dspark.train.store import Sample
+from sglang_dspark.train.target import Target
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB = len(SPECIAL) + 256
@@ -74,3 +77,10 @@ def write_target(folder: Path, seed: int = 0) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": SPECIAL[2]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def answers(target: Target, folder: Path, options: Generation) -> list[Sample]:
+    """The target's answers to PROMPTS; its tokenizer is written to ``folder``."""
+    rows = tokenise(PROMPTS, write_target(folder), options)
+    (batch,) = plan_batches(rows, options)
+    return answer(target, batch, shared_prefix(rows), options.max_new_tokens, 0)

@@ -90,7 +90,6 @@ class StepScheduler:
         self.counters: Counter[str] = Counter()
         self.modes: Counter[str] = Counter()
         self.depths: Counter[int] = Counter()
-        self.rest_steps = 0
         self.last_plan: Plan | None = None
         self._step = 0
         self._seen_at = np.zeros(gamma, np.int64)
@@ -170,7 +169,7 @@ class StepScheduler:
         self.last_plan = plan
         self.modes[plan.mode] += 1
         self.depths[plan.depth] += 1
-        self.rest_steps += not (self.warm or plan.depth)
+        self.counters["rest_steps"] += not (self.warm or plan.depth)
 
     # -- after the verify ------------------------------------------------------------------------------------------
 
@@ -261,7 +260,6 @@ class StepScheduler:
             else None,
             "modes": dict(self.modes),
             "rests": self.rest.rests,
-            "rest_steps": self.rest_steps,
             "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
             "last_plan": None if plan is None else {k: _number(v) for k, v in plan._asdict().items()},
             "prior": {

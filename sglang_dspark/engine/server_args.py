@@ -19,9 +19,10 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 
+from sglang_dspark.confidence import HEAD, HEADLESS
 from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
 from sglang_dspark.engine.calibration import temperatures
-from sglang_dspark.engine.confidence_head import check_head, source_of
+from sglang_dspark.engine.confidence_head import check_head, find_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
 from sglang_dspark.engine.step_cost import check_files
@@ -85,9 +86,9 @@ def check_resolved(server_args: Any) -> None:
     check_backend(server_args)
     cfg, options, model = resolved_view(server_args), read_options(), model_config_of(server_args)
     check_files(options, cfg.speculative_dspark_sps_table_path, cost_key(cfg, model))
-    draft = cfg.speculative_draft_model_path
-    check_head(options, draft, model.hidden_size)
-    source = source_of(options, draft, cfg.tp_size)
+    head = find_head(options, cfg.speculative_draft_model_path, cfg.tp_size)
+    check_head(head, model.hidden_size)
+    source = HEADLESS if head is None else HEAD
     temperatures(cfg.speculative_dspark_confidence_sts_path, source, cfg.speculative_num_steps)
 
 

@@ -26,7 +26,7 @@ from sglang_dspark.config import read_options
 from sglang_dspark.cost import CostKey
 from sglang_dspark.engine.agreement import refuse_differences
 from sglang_dspark.engine.calibration import temperatures
-from sglang_dspark.engine.confidence_head import load_head
+from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
@@ -79,9 +79,8 @@ class DSparkWorker(EAGLEWorkerV2):
         self.policy = load_policy(self.options.policy, self.scheduler)
 
     def _load_head(self) -> ConfidenceHead | None:
-        target = self.target_worker.model_runner.model
-        draft = self.server_args.speculative_draft_model_path
-        return load_head(self.options, draft, target, get_parallel().tp_group.world_size)
+        draft, ranks = self.server_args.speculative_draft_model_path, get_parallel().tp_group.world_size
+        return load_head(find_head(self.options, draft, ranks), self.target_worker.model_runner.model)
 
     def _open_trace(self) -> TraceWriter | None:
         path = self.options.trace
@@ -134,8 +133,8 @@ class DSparkWorker(EAGLEWorkerV2):
             return self.policy.plan(described, first)
 
         mine = self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
-        drafted_before, agreed = self._warm, self._agree_on_plan(mine)
-        if agreed.depth and not drafted_before:
+        warm_before, agreed = self._warm, self._agree_on_plan(mine)
+        if agreed.depth and not warm_before:
             # After a step without an extend there is nothing to draft from, whoever plans it.
             self._warm = True
             return self.scheduler.verify_all(len(described.slots), 0)

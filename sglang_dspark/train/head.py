@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sglang_dspark.confidence.features import FEATURES
 from sglang_dspark.confidence.head import HEAD_FILE, HEAD_RULES, ConfidenceHead, save_head
+from sglang_dspark.confidence.reliability import auc, calibration_error
 from sglang_dspark.train.examples import Examples
-from sglang_dspark.train.quality import auc, calibration_error
 
 # Weight decay on standardised inputs, of the mean loss.
 DECAYS = (1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -95,10 +95,11 @@ def judge(head: ConfidenceHead, examples: Examples) -> dict[str, Any]:
             of_domain = examples.of(rule) & ((examples.domain == number - 1) | (number == 0))
             for position in range(int(examples.position.max()) + 1):
                 chosen = of_domain & (examples.position == position)
-                truth, weight = examples.truth[chosen, index], examples.weight[chosen, index]
+                truth, weight = (part[chosen, index].numpy() for part in (examples.truth, examples.weight))
                 row = {"examples": round(float(weight.sum()))}
-                for name, probability in (("head", torch.sigmoid(logits[chosen, index])), ("top", top[chosen])):
+                for name, said in (("head", torch.sigmoid(logits[chosen, index])), ("top", top[chosen])):
+                    probability = said.numpy()
                     row[f"{name}_auc"] = round(auc(probability, truth, weight), 4)
-                    row[f"{name}_ece"] = round(calibration_error(probability, truth, weight), 4)
+                    row[f"{name}_ece"] = round(calibration_error(probability, truth, weight=weight), 4)
                 report.setdefault(rule, {}).setdefault(domain, []).append(row)
     return report

@@ -9,13 +9,12 @@ from sglang_dspark.confidence.features import FEATURES, draft_features
 from sglang_dspark.confidence.head import HEAD_RULES, ConfidenceHead, head_inputs
 from sglang_dspark.train.batches import collate
 from sglang_dspark.train.examples import Examples, gather
-from sglang_dspark.train.generate import Generation, answer, plan_batches, shared_prefix, tokenise
+from sglang_dspark.train.generate import Generation, answer, tokenise
 from sglang_dspark.train.head import fit_head, judge
 from sglang_dspark.train.model import Draft, draft_from_target
-from sglang_dspark.train.quality import auc, calibration_error
 from sglang_dspark.train.store import Sample
 from sglang_dspark.train.target import Target
-from tests.train_tiny import PROMPTS, VOCAB, write_target
+from tests.train_tiny import PROMPTS, VOCAB, answers, write_target
 
 SAYABLE = torch.arange(1, VOCAB - 2)
 GREEDY, SAMPLED, DRAWN = range(3)
@@ -28,11 +27,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def samples(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    folder = write_target(tmp_path_factory.mktemp("again"))
     options = Generation(max_new_tokens=20, answers=((0.0, 1.0), (1.0, 1.0)))
-    rows = tokenise(PROMPTS, folder, options)
-    (batch,) = plan_batches(rows, options)
-    return answer(target, batch, shared_prefix(rows), options.max_new_tokens, 0)
+    return answers(target, tmp_path_factory.mktemp("again"), options)
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +128,3 @@ def test_too_few_answers_are_refused(tmp_path: Path) -> None:
     examples, embed, _ = made_up(answers=2)
     with pytest.raises(ValueError, match="too few answers"):
         fit_head(examples, embed, tmp_path)
-
-
-def test_auc_counts_pairs_with_ties_half_and_soft_outcomes_as_shares() -> None:
-    score = torch.tensor([0.1, 0.4, 0.4, 0.9])
-    one = torch.ones(4)
-    assert auc(score, torch.tensor([0.0, 0.0, 1.0, 1.0]), one) == pytest.approx(3.5 / 4)
-    assert auc(-score, torch.tensor([0.0, 0.0, 1.0, 1.0]), one) == pytest.approx(0.5 / 4)
-    soft = torch.tensor([0.25, 0.5, 0.5, 0.75])
-    doubled, hard = score.repeat(2), torch.cat([torch.ones(4), torch.zeros(4)])
-    assert auc(score, soft, one) == pytest.approx(auc(doubled, hard, torch.cat([soft, 1 - soft])))
-
-
-def test_calibration_error_is_the_weighted_gap_of_bins() -> None:
-    said = torch.tensor([0.05, 0.05, 0.95, 1.0])
-    truth = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    assert calibration_error(said, truth, torch.ones(4)) == pytest.approx((0.9 + 0.05) / 4)
-    assert calibration_error(said, truth, torch.tensor([1.0, 0.0, 0.0, 1.0])) == pytest.approx(0.05 / 2)

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from sglang_dspark.train.batches import collate, epoch
 from sglang_dspark.train.evaluate import agreeing_run, evaluate, verify_steps
 from sglang_dspark.train.fit import Fitting, Objective
-from sglang_dspark.train.generate import Generation, answer, plan_batches, shared_prefix, tokenise
+from sglang_dspark.train.generate import Generation
 from sglang_dspark.train.model import Chains, Draft, Pairs, draft_from_target
 from sglang_dspark.train.store import Sample
 from sglang_dspark.train.target import Target
-from tests.train_tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, PROMPTS, VOCAB, write_target
+from tests.train_tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, answers, write_target
 
 SAYABLE = torch.arange(1, VOCAB - 2)
 
@@ -23,11 +23,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def samples(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    folder = write_target(tmp_path_factory.mktemp("again"))
     options = Generation(max_new_tokens=14, answers=((0.0, 1.0),))
-    rows = tokenise(PROMPTS, folder, options)
-    (batch,) = plan_batches(rows, options)
-    return answer(target, batch, shared_prefix(rows), options.max_new_tokens, 0)
+    return answers(target, tmp_path_factory.mktemp("again"), options)
 
 
 @pytest.fixture(scope="module")
