@@ -1,5 +1,7 @@
 """Allocation on CPU tensors: bit-equal to the reference, and the reference to a definition anyone can read."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -138,3 +140,17 @@ def test_shapes_and_types_it_was_not_made_for_are_refused(change: dict):
     }
     with pytest.raises(ValueError, match="allocate"):
         allocate(**{**arguments, **change})
+
+
+def test_two_threads_allocate_at_once_and_a_result_outlives_the_next_call():
+    cases = [(torch.rand(64, 5, generator=torch.Generator().manual_seed(seed)), 40 + seed) for seed in range(8)]
+    remap, prior = torch.arange(64), torch.zeros(5)
+
+    def lens(case: tuple[torch.Tensor, int]) -> list[list[int]]:
+        kept = [allocate(case[0], remap, prior, case[1]).verify_lens for _ in range(200)]
+        return [one.tolist() for one in kept]
+
+    wanted = [lens(case)[:1] * 200 for case in cases]
+    assert len({str(one[0]) for one in wanted}) == len(cases)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lens, cases)) == wanted
