@@ -40,8 +40,9 @@ class Refusal(SystemExit, ValueError):
 class Options:
     """What the environment says. Built by :func:`read_options`, once a process."""
 
-    profile_seconds: float = 10.0
-    """Time limit of the start-up profile, seconds; 0 means no profile and so verify-all."""
+    profile_seconds: float | None = None
+    """Time limit of the start-up profile, seconds; 0 means no profile and so verify-all. None: 10 s, or 5% of the start
+    so far where that is longer (sglang_dspark.engine.step_cost.profile_limit)."""
     cost_table: Path | None = None
     """File of the step cost: read in place of the start-up profile where it is there, written after one where not."""
     head: Path | Literal["off"] | None = None
@@ -104,9 +105,9 @@ def _head(text: str | None) -> Path | Literal["off"] | None:
     return Path(text)
 
 
-def _seconds(text: str | None) -> float:
+def _seconds(text: str | None) -> float | None:
     if not text:
-        return Options.profile_seconds
+        return None
     try:
         value = float(text)
     except ValueError:

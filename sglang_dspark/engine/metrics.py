@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -9,6 +10,9 @@ from sglang.srt.runtime_context import get_disagg, get_observability, get_parall
 
 from sglang_dspark.engine.scheduler import Settled
 from sglang_dspark.observe.metrics import StepMetrics
+from sglang_dspark.schedule import Guard
+
+logger = logging.getLogger(__name__)
 
 
 def step_metrics(server_args: Any, gamma: int) -> StepMetrics | None:
@@ -38,3 +42,11 @@ def report_settled(metrics: StepMetrics, settled: Settled) -> None:
     plan = settled.plan
     confidence = settled.confidence.cpu().numpy()
     metrics.settled(plan.depth, settled.verified, settled.accepted, settled.tokens, plan.tau, confidence)
+
+
+def report_switches(metrics: StepMetrics | None, guard: Guard) -> None:
+    """Log and count the modes that the guard changed to since the last call."""
+    for mode, reason, lead in guard.take_switches():
+        logger.info("DSPARK guard: %s from now on, %.2f times as fast by measurement (%s).", mode, lead, reason)
+        if metrics is not None:
+            metrics.switched(mode, reason)

@@ -14,7 +14,7 @@ from sglang_dspark.confidence import Estimator, PositionPrior, Rows
 from sglang_dspark.cost import CostModel
 from sglang_dspark.kernels.allocate import allocate
 from sglang_dspark.observe import TraceWriter
-from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Plan, plan_joint
+from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Guard, Plan, plan_joint, plan_simple
 
 # A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe,
 # one depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
@@ -52,6 +52,8 @@ class _Launched(NamedTuple):
     confidence: Tensor
     verify_lens: Tensor
     tokens: int
+    priced: bool
+    """Whether the plan's step time is that of what really ran."""
     seconds: float = float("nan")
 
 
@@ -85,6 +87,7 @@ class StepScheduler:
         self.trace: TraceWriter | None = None
         """Where steps are recorded; None: nowhere."""
         self.rest = DraftRest()
+        self.guard = Guard()
         self.warm = True
         """Whether the draft extend of this step runs, so that the next one can draft."""
         self.counters: Counter[str] = Counter()
@@ -108,14 +111,20 @@ class StepScheduler:
         if self.cost is None:
             return self.verify_all(requests)
         prior = self._prior_rows(batch.rule)
-        if self.rest.resting:
+        if not self.warm:
             confidence = prior  # nothing was drafted lately, so this is all that is known of any request
         else:
             confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, prior)
             if first_shown is not None:
                 confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
         step_time = self.cost.bind(requests, batch.kv_tokens)
-        plan = self._probe(plan_joint(confidence, step_time, max_depth=self.gamma), requests)
+        planned = plan_joint(confidence, step_time, max_depth=self.gamma)
+        plan = self.guard.choose(planned, requests, lambda: plan_simple(confidence, step_time, max_depth=self.gamma))
+        if plan is planned:
+            plan = self._probe(plan, requests)
+        elif not plan.depth:
+            self.warm = False
+            return plan
         depth = self.rest.step(plan.depth, requests)
         self.warm = not self.rest.resting
         if depth == plan.depth:
@@ -165,7 +174,9 @@ class StepScheduler:
         row[:, : plan.depth] = confidence[:, : plan.depth].cpu().numpy()
         self.history.record(self._step, batch.slots, batch.generations, row)
         recent = self.estimator.recent(batch.rows)
-        self._waiting.append(_Launched(self._step, batch, plan, shown, recent, confidence, lens, tokens))
+        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
+        priced = plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
+        self._waiting.append(_Launched(self._step, batch, plan, shown, recent, confidence, lens, tokens, priced))
         self.last_plan = plan
         self.modes[plan.mode] += 1
         self.depths[plan.depth] += 1
@@ -195,6 +206,8 @@ class StepScheduler:
         shown = sent.shown.cpu().numpy()
         if self.trace is not None:
             self._record(sent, shown, accepted, verified)
+        if sent.priced:
+            self.guard.observe(sent.plan, int(accepted.sum()) + requests, sent.seconds)
         settled = Settled(sent.plan, verified, accepted, sent.tokens, sent.confidence)
         if not sent.plan.depth:
             return settled
@@ -208,13 +221,12 @@ class StepScheduler:
 
     def timed(self, plan: Plan, tokens: int, seconds: float) -> bool:
         """Correct the cost model by a step that took ``seconds``; whether that time had been predicted."""
-        if self._waiting:
-            self._waiting[-1] = self._waiting[-1]._replace(seconds=seconds)
-        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
-        predicted = plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
-        if self.cost is not None and predicted:
+        if not self._waiting:
+            return False
+        sent = self._waiting[-1] = self._waiting[-1]._replace(seconds=seconds)
+        if self.cost is not None and sent.priced:
             self.cost.observe(tokens, plan.step_time, seconds)
-        return predicted
+        return sent.priced
 
     def forget_waiting(self) -> None:
         """Drop steps whose outcome never comes (a batch that was thrown away)."""
@@ -260,6 +272,7 @@ class StepScheduler:
             else None,
             "modes": dict(self.modes),
             "rests": self.rest.rests,
+            "guard": self.guard.info(),
             "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
             "last_plan": None if plan is None else {k: _number(v) for k, v in plan._asdict().items()},
             "prior": {

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
+import psutil
 import torch
 
 from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
 
 logger = logging.getLogger(__name__)
+
+# The profile's time unless a limit is given: what it takes to measure a small model, and what nobody notices of the
+# start of a large one.
+PROFILE_SECONDS, PROFILE_SHARE = 10.0, 0.05
+
+
+def profile_limit(given: float | None, started: float) -> float:
+    """Seconds that the profile may take, where the server's start took `started` seconds so far."""
+    return max(PROFILE_SECONDS, PROFILE_SHARE * started) if given is None else given
 
 
 def check_files(options: Options, sps_path: str | None, key: CostKey) -> None:
@@ -56,13 +67,15 @@ def step_cost(
         return _model(read, worker), {"source": str(options.cost_table), "table": read and read.summary()}
     measured: CostTable | None = None
     report: dict[str, Any] = {"source": "none"}
-    if options.profile_seconds > 0:
+    started = time.time() - psutil.Process().create_time()
+    limit = profile_limit(options.profile_seconds, started)
+    if limit > 0:
         from sglang_dspark.engine.profile import profile
 
         fallback = (None, report)
-        measured, report = worker.faults.run(
-            "profile", lambda: profile(worker, options.profile_seconds), lambda: fallback
-        )
+        measured, report = worker.faults.run("profile", lambda: profile(worker, limit), lambda: fallback)
+        taken = report.get("seconds", 0.0)
+        report["share_of_start"] = round(taken / (started + taken), 3)
     if known:
         # SGLang's file prices the target forward only; what drafting costs comes from the profile.
         table = read.with_draft_terms_of(measured) if read and measured else read

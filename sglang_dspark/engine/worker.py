@@ -30,7 +30,7 @@ from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
-from sglang_dspark.engine.metrics import report_settled, step_metrics
+from sglang_dspark.engine.metrics import report_settled, report_switches, step_metrics
 from sglang_dspark.engine.policy import load_policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
@@ -110,6 +110,7 @@ class DSparkWorker(EAGLEWorkerV2):
         plan = self._plan = self._make_plan(batch)
         planned = time.perf_counter() - start
         self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, not self._warm, planned))
+        self.faults.run("guard", lambda: report_switches(self.metrics, self.scheduler.guard), lambda: None)
         self._set_depth(plan.depth)
         # SGLang's own switch for a step without draft: its extend stays out too, and stubs stand for its output.
         with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(not self._warm):

@@ -48,6 +48,7 @@ SPLIT = {
     "confidence_reached": ("position", "Draft tokens verified with all before them accepted, by position."),
     "confidence_predicted": ("position", "Of those, how many the confidence expected to be accepted."),
     "confidence_accepted": ("position", "Of those, how many were accepted."),
+    "guard_switches": ("switch", "Changes of mode by the guard, as MODE:REASON."),
     "faults": ("part", "Faults of the scheduler that were made up for."),
 }
 
@@ -115,6 +116,10 @@ class StepMetrics:
         """A step whose time was predicted was measured, both in seconds."""
         self._counters["step_seconds_predicted"].inc(predicted)
         self._counters["step_seconds_realised"].inc(realised)
+
+    def switched(self, mode: str, reason: str) -> None:
+        """The guard changed the mode; reason: tau, time or plan."""
+        self._add("guard_switches", f"{mode}:{reason}", 1)
 
     def fault(self, part: str) -> None:
         """A fault of this part was made up for."""

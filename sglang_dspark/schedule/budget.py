@@ -55,6 +55,18 @@ def plan_budget(
     return budget_from_survival(survival(confidence[:, :depth]), step_time, min_gain, prefill_tokens)
 
 
+def plan_simple(confidence: Floats, step_time: StepTime, *, max_depth: int) -> tuple[Plan, Plan]:
+    """No draft, and verify-all at its best depth from 1 on. Arguments as plan_joint."""
+    requests = len(confidence)
+    depths = np.arange(max_depth + 1)
+    expected = np.add.reduce(survival(confidence[:, :max_depth]), 0, np.float64).cumsum()
+    tau = np.append(0.0, expected) + requests
+    theta = tau / step_time(depths[:, None], requests * (1 + depths)).diagonal()
+    best = 1 + int(theta[1:].argmax())
+    none, everything = (_plan(g * requests, g, requests, tau.item(g), theta.item(g)) for g in (0, best))
+    return none, everything
+
+
 def plan_causal(confidence: Floats, step_time: StepTime, *, depth: int, prefill_tokens: int = 0) -> Plan:
     """Algorithm 1 with its causal early stop: admits survivals in order while theta rises, up to its first fall.
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.launch import CPU_ENVIRONMENT, CPU_FLAGS
 from sglang_dspark.cost import read_table, save_table
+from sglang_dspark.engine.step_cost import profile_limit
 from tests.engine.conftest import base, dspark, greedy, refusal
 
 
@@ -43,6 +44,7 @@ def test_a_start_without_the_file_writes_it(pairs, profiled, tmp_path):
     with dspark(pairs.target, pairs.eagle3, env={"DSPARK_COST_TABLE": str(path)}) as server:
         cost = server.info()["dspark"]["cost"]
     assert cost["source"] == "profile" and cost["table"] == read_table(path)[1].summary()
+    assert 0 < cost["share_of_start"] < 1
     assert read_table(path)[0] == read_table(profiled)[0]
 
 
@@ -54,6 +56,13 @@ def test_sglangs_own_file_prices_the_target_and_the_profile_the_draft(pairs, tmp
         assert cost["source"] == str(path) and cost["table"]["ms"] == [2.5, 5.0, 20.0]
         assert cost["table"]["draft_ms"] != [0, 0, 0] and cost["table"]["extend_ms"] != [0, 0, 0]
         assert greedy(server, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    "given, started, limit", [(None, 20, 10), (None, 200, 10), (None, 1200, 60), (3, 1200, 3), (0, 1200, 0)]
+)
+def test_the_profile_takes_ten_seconds_or_a_twentieth_of_a_long_start(given, started, limit):
+    assert profile_limit(given, started) == limit
 
 
 @pytest.mark.parametrize(

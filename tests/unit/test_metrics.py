@@ -59,6 +59,8 @@ def test_plans_times_and_faults():
     assert round(read(registry, "planner_seconds_total"), 6) == 0.003
     it.timed(0.01, 0.012)
     it.fault("plan")
+    it.switched("no_draft", "time")
+    assert read(registry, "guard_switches_total", switch="no_draft:time") == 1
     assert read(registry, "step_seconds_realised_total") == 0.012
     assert read(registry, "faults_total", part="plan") == 1
 

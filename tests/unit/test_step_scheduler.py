@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
-from sglang_dspark.confidence import draft_features
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler
+from tests.unit.closed_loop import shown_at
 
 GAMMA = 4
 
@@ -22,12 +21,6 @@ def scheduler(*, token_ms=0.01, draft_ms=0.01, fixed_ms=10.0):
     times = tuple((fixed_ms + token_ms * t) / 1e3 for t in counts)
     it.cost = CostModel(CostTable(tokens=counts, seconds=times, draft_fixed=draft_ms / 1e3), max_depth=GAMMA)
     return it
-
-
-def shown_at(top, *shape):
-    """What a draft shows whose best of three tokens has probability ``top``, the others alike; [*shape, features]."""
-    rest = (1 - top) / 2
-    return draft_features(torch.tensor([top, rest, rest]).log()[None])[0].expand(*shape, -1)
 
 
 def step(it, top, accepted_of, described=None):

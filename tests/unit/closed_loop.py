@@ -1,0 +1,78 @@
+"""A server in miniature: the real step scheduler against requests and a machine whose truth a test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sglang_dspark.confidence import draft_features
+from sglang_dspark.cost import CostModel, CostTable
+from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.schedule import Plan
+
+GAMMA = 5
+# Milliseconds of a small server: target 10 + 0.2 a token, a draft forward 1, an extend 0.5.
+BELIEVED = CostTable(tokens=(1, 64), seconds=(10.2e-3, 22.8e-3), draft_fixed=1e-3, extend_fixed=0.5e-3)
+
+
+def shown_at(top: float, *shape: int) -> torch.Tensor:
+    """What a draft shows whose best of three tokens has probability ``top``, the others alike; [*shape, features]."""
+    rest = (1 - top) / 2
+    return draft_features(torch.tensor([top, rest, rest]).log()[None])[0].expand(*shape, -1)
+
+
+class Loop:
+    """Steps of R requests; each drafted token is accepted with probability ``accept``, ``speed`` scales step times."""
+
+    def __init__(self, requests: int, accept: float, speed: Callable[[Plan], float] = lambda plan: 1.0, seed: int = 0):
+        self.requests, self.accept, self.speed = requests, accept, speed
+        self.shows: float | None = None
+        """Top probability that the draft shows; None: ``accept`` itself."""
+        self.scheduler = StepScheduler(slots=requests, gamma=GAMMA)
+        self.scheduler.cost = CostModel(BELIEVED, max_depth=GAMMA)
+        self.random = np.random.default_rng(seed)
+        self.truth = CostModel(BELIEVED, max_depth=GAMMA)
+        self.plans: list[Plan] = []
+        self.hits_of: Callable[[np.random.Generator], np.ndarray] = lambda random: (
+            random.random((self.requests, GAMMA)) < self.accept
+        )
+        """[R, gamma] whether each drafted token is accepted where it is reached."""
+
+    def seconds(self, plan: Plan, cold: bool) -> float:
+        tokens = self.requests + plan.budget
+        true = float(self.truth.step_time(self.requests, plan.depth, tokens, 100 * self.requests))
+        if not plan.depth and not cold:
+            true += BELIEVED.extend_fixed
+        return true * self.speed(plan) * float(np.exp(self.random.normal(0, 0.05)))
+
+    def run(self, steps: int) -> float:
+        """Tokens per second over so many steps."""
+        it, rows = self.scheduler, np.arange(self.requests)
+        batch = StepBatch(rows, rows, rows * 0, rows == rows, 100 * self.requests)
+        tokens, seconds = 0, 0.0
+        for _ in range(steps):
+            top = self.accept if self.shows is None else self.shows
+            warm = it.warm
+            plan = it.plan(batch, shown_at(top, self.requests))
+            if plan.depth and not warm:  # as the worker does: nothing to draft from after a step without an extend
+                it.warm, plan = True, it.verify_all(self.requests, 0)
+            shown = shown_at(top, self.requests, plan.depth)
+            confidence = it.confidence(shown, batch)
+            lens = it.allocate(plan, confidence)
+            it.launched(batch, plan, shown, confidence, lens, int(lens.sum()))
+            took = self.seconds(plan, not it.warm)
+            it.timed(plan, int(lens.sum()), took)
+            hits = self.hits_of(self.random)
+            accepted = np.minimum(np.cumprod(hits, 1).sum(1), lens.numpy() - 1)
+            it.settle(accepted)
+            self.plans.append(plan)
+            tokens, seconds = tokens + int(accepted.sum()) + self.requests, seconds + took
+        return tokens / seconds
+
+    def rate(self, depth: int) -> float:
+        """Tokens per second of a fixed depth, everything verified; 0 is plain decoding."""
+        plan = self.scheduler.verify_all(self.requests, depth)
+        time = float(self.truth.step_time(self.requests, depth, self.requests * (1 + depth), 100 * self.requests))
+        return self.requests * sum(self.accept**k for k in range(depth + 1)) / (time * self.speed(plan))
