@@ -42,6 +42,13 @@ def _check_resolved(_: None, server_args: Any) -> None:
     check_resolved(server_args)
 
 
+def _disable_overlap(original: Callable[..., Any], server_args: Any) -> None:
+    from sglang_dspark.engine.server_args import keeps_overlap
+
+    if not keeps_overlap(server_args):
+        original(server_args)
+
+
 def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     from sglang_dspark.engine.server_args import is_ours
 
@@ -128,6 +135,12 @@ STARTUP = (
         "arg_groups.speculative_hook._handle_eagle_family", "server_args", HookType.AFTER, _check_resolved,
         "the attention backend and the model's config are known only here",
         "a backend without ragged rows would fail in, or silently spoil, the first step",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._disable_overlap_schedule_for_cpu", "server_args", HookType.AROUND,
+        _disable_overlap,
+        "SGLang turns the overlap schedule off for speculative decoding on CPU; with DSPARK_CPU_OVERLAP ours runs it",
+        "the overlap schedule could not be tested without a GPU",
     ),
     Hook(
         "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND,

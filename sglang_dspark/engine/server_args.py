@@ -46,6 +46,11 @@ def is_ours(server_args: Any) -> bool:
     return asks_for_dspark(server_args) and resolved_view(server_args).speculative_algorithm in ("EAGLE", "EAGLE3")
 
 
+def keeps_overlap(server_args: Any) -> bool:
+    """Whether a server of ours on CPU runs SGLang's overlap schedule, which SGLang turns off there."""
+    return is_ours(server_args) and read_options().cpu_overlap
+
+
 def resolve(server_args: Any) -> None:
     """Before SGLang resolves anything: pick the algorithm from the draft and refuse what cannot work.
 
