@@ -54,7 +54,7 @@ class Options:
     policy: str | None = None
     """``module:factory`` of a verify policy that replaces the scheduler's: for experiments and tests."""
     cpu_overlap: bool = False
-    """Keep SGLang's overlap schedule on a CPU server. There is no device to overlap with: for tests of that schedule."""
+    """Keep SGLang's overlap schedule on a CPU server: for tests of it, as there is no device to overlap with."""
 
 
 def read_options(environ: Mapping[str, str] = os.environ) -> Options:
@@ -125,8 +125,8 @@ def _cpu_overlap(text: str | None, interpreter: str | None) -> bool:
         raise Refusal(f"DSPARK_CPU_OVERLAP={text!r} must be 0 or 1.")
     if text == "1" and interpreter != "1":
         raise Refusal(
-            "DSPARK_CPU_OVERLAP='1' needs TRITON_INTERPRET=1, because SGLang carries drafts between overlapped steps with "
-            "a Triton kernel; set it as well, or leave DSPARK_CPU_OVERLAP out."
+            "DSPARK_CPU_OVERLAP='1' needs TRITON_INTERPRET=1, because a Triton kernel of SGLang carries drafts from "
+            "step to step; set it as well, or leave DSPARK_CPU_OVERLAP out."
         )
     return text == "1"
 

@@ -112,6 +112,12 @@ def _keep_probs(_: None, probs: Any, limits: Any) -> Any:
     return probs
 
 
+def _outcome(processor: Any, result: Any, batch: Any) -> None:
+    from sglang_dspark.engine.worker import DSparkWorker
+
+    DSparkWorker.take_outcome(processor.model_worker, result, batch)
+
+
 def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
     from sglang_dspark.engine.worker import DSparkWorker
 
@@ -209,6 +215,12 @@ WORKER = (
         "speculative.eagle_utils.top_p_renorm_prob", "", HookType.AROUND, _keep_probs,
         "as for top-k",
         "top-p would fail on CPU",
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "self, result, batch", HookType.BEFORE, _outcome,
+        "SGLang tells a worker what was accepted, but not in which step, and under overlap the next one is launched",
+        "nothing would be learnt: neither estimates nor counters would move",
     ),
     Hook(
         "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
