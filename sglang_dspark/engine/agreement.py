@@ -14,6 +14,7 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from sglang_dspark.schedule import Plan
 # Steps whose lengths may not be on the host yet when the next one is planned: under SGLang's overlap schedule the one
 # before. Anything older has been given out to its requests.
 IN_FLIGHT = 1
+# Ranks wait for one another in every collective of the model, so apart they are by milliseconds. Below the 300 s after
+# which SGLang's watchdog ends a scheduler that stands still, without a reason.
+PATIENCE = 120.0
 
 
 class OutOfStep(RuntimeError):
@@ -40,9 +44,10 @@ class Agreement:
     Called outside of whatever a fault may cut short: a rank that skipped a message would leave the others waiting.
     """
 
-    def __init__(self, group: Any) -> None:
-        """group: SGLang's GroupCoordinator of the tensor-parallel ranks."""
+    def __init__(self, group: Any, patience: float = PATIENCE) -> None:
+        """group: SGLang's GroupCoordinator of the tensor-parallel ranks. patience: seconds to wait for another rank."""
         self._group = group
+        self._patience = patience
         self._alone = group.world_size == 1
         self._step = 0
         self._stamp: Tensor | None = None
@@ -72,13 +77,14 @@ class Agreement:
         if self._alone:
             return plan, warm
         self._check_lengths()
-        mine = [self._step, len(batch.slots), zlib.crc32(batch.slots.tobytes())]
+        # The step counts messages, which pair off whatever the ranks do; the rest tells what this rank really runs.
+        text = zlib.crc32(batch.slots.tobytes() + batch.kv_tokens.to_bytes(8, "little"))
+        mine = [self._step, batch.iteration, len(batch.slots), text]
         *first, depth, budget, warm_there = self._broadcast([*mine, plan.depth, plan.budget, int(warm)])
         if first != mine:
             raise OutOfStep(
-                f"Tensor-parallel rank {self._group.rank_in_group} is at step {mine[0]} with {mine[1]} requests "
-                f"(checksum {mine[2]:08x}) and rank 0 at step {first[0]} with {first[1]} (checksum {first[2]:08x}); "
-                "the ranks no longer run the same batches, so this server has to be started again."
+                f"Tensor-parallel rank {self._group.rank_in_group} runs {_described(*mine)} where rank 0 runs "
+                f"{_described(*first)}; they no longer run the same batches, so this server has to be started again."
             )
         return plan._replace(depth=depth, budget=budget), bool(warm_there)
 
@@ -100,13 +106,26 @@ class Agreement:
             if first != step:
                 raise OutOfStep(
                     f"Tensor-parallel rank {self._group.rank_in_group} took the lengths of step {first} for those of "
-                    f"step {step}; the ranks no longer run in step, so this server has to be started again."
+                    f"step {step}; they no longer run the same batches, so this server has to be started again."
                 )
 
     def _broadcast(self, values: Sequence[int]) -> list[int]:
         message = torch.tensor(values, dtype=torch.int64)
-        torch.distributed.broadcast(message, src=self._group.ranks[0], group=self._group.cpu_group)
+        group = self._group
+        sent = torch.distributed.broadcast(message, src=group.ranks[0], group=group.cpu_group, async_op=True)
+        try:
+            sent.wait(timedelta(seconds=self._patience))
+        except RuntimeError as error:
+            raise OutOfStep(
+                f"Tensor-parallel rank {group.rank_in_group} waited for the others at step {self._step} in vain "
+                f"({str(error).splitlines()[0]}); one of them has failed or stands elsewhere, so this server has to be "
+                "started again."
+            ) from None
         return [int(value) for value in message.tolist()]
+
+
+def _described(step: int, iteration: int, requests: int, checksum: int) -> str:
+    return f"step {step}, batch {iteration}, {requests} requests of checksum {checksum:08x}"
 
 
 def refuse_differences(settings: Sequence[Mapping[str, Any]]) -> None:

@@ -41,6 +41,8 @@ class StepBatch(NamedTuple):
     """[R] whether the request counts in pooled statistics (no grammar, penalties or logit bias)."""
     kv_tokens: int
     """Context of all requests together, tokens."""
+    iteration: int = 0
+    """SGLang's count of batches, prefill included."""
 
     @property
     def rows(self) -> Rows:

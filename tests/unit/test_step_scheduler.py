@@ -156,7 +156,7 @@ def test_nothing_is_learnt_from_the_step_after_a_requests_end():
     assert np.array_equal(before[0], it.priors[0].values()) and np.array_equal(before[1], it.estimator.coefficients)
 
 
-@pytest.mark.parametrize("value", (0.0, 1e-30, float("nan"), -1.0, 0.7))
+@pytest.mark.parametrize("value", (0.0, 1e-30, float("nan"), -1.0, 0.5))
 def test_the_whole_budget_is_spent_whatever_the_confidence(value):
     it = scheduler()
     confidence = torch.full((5, GAMMA), value)
