@@ -92,7 +92,7 @@ class DSparkWorker(EAGLEWorkerV2):
     def init_cuda_graphs(self) -> None:
         """Stock, then the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
-        self._draft_worker.watch_extend_graph()
+        self._draft_worker.watch_graphs()
         key = cost_key(self.server_args, self.target_worker.model_runner.model_config)
         sps_path = self.server_args.speculative_dspark_sps_table_path
         self._refuse_other_settings(key)

@@ -154,7 +154,7 @@ def worker_of(plans, head=False, ranks=1):
         own.head_rules = on_device(torch.tensor(rules, dtype=torch.long))
         own.shown = on_device(torch.zeros(SLOTS, GAMMA, rows))
         own.first_shown = on_device(torch.zeros(SLOTS, rows))
-        own._chains = {GAMMA: (None, None)}
+        own._chains, own._draft_graph = {GAMMA: (None, None)}, None
         own.draft_runner.forward = own._tap(own.draft_runner.forward)
 
     it = DSparkWorker.__new__(DSparkWorker)
@@ -229,6 +229,17 @@ def test_a_step_is_planned_drafted_allocated_and_sent_without_waiting_for_the_de
     assert info["target_tokens"] == info["requests"] + info["verified"]
     known = worker.scheduler.history.lookup(99, np.arange(2, 7), np.ones(5, np.int64), np.zeros(GAMMA, np.float32))[1]
     assert (known >= 0).all()
+
+
+def test_a_draft_graph_is_replayed_at_the_depth_it_was_captured_for_and_at_no_other(device):
+    own = worker_of(PLANS)._draft_worker
+    own.cuda_graph_runner, own.cuda_graph_runner_for_draft_extend = "the graph of gamma steps", None
+    own.watch_graphs()
+    replayed = []
+    for depth in (GAMMA, 2, 0, GAMMA):
+        own.set_depth(depth)
+        replayed.append(own.cuda_graph_runner is not None)
+    assert replayed == [True, False, False, True]
 
 
 def test_the_watch_sees_a_step_that_waits(device):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows
@@ -20,6 +20,7 @@ def rows_of(lens, width, widest=None):
     return ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest or width)
 
 
+@settings(deadline=None)  # a busy machine is not a slow function
 @given(lens_and_width())
 def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     lens, width = case
@@ -51,6 +52,7 @@ def test_full_rows_narrower_than_the_servers_have_a_layout_and_stay_as_they_are(
     assert torch.equal(info.retrieve_next_token, before[0]) and torch.equal(info.draft_probs, before[1])
 
 
+@settings(deadline=None)  # a busy machine is not a slow function
 @given(lens_and_width())
 def test_the_layout_is_the_one_sglang_builds_for_the_same_lengths(case):
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
