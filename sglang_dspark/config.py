@@ -22,6 +22,7 @@ NAMES = (
     "DSPARK_ALLOW_SGLANG",
     "DSPARK_CONFIDENCE_HEAD",
     "DSPARK_COST_TABLE",
+    "DSPARK_CPU_OVERLAP",
     "DSPARK_POLICY",
     "DSPARK_PROFILE_SECONDS",
     "DSPARK_TRACE",
@@ -53,6 +54,8 @@ class Options:
     """The most that file may have: about 2.4 million records at five positions."""
     policy: str | None = None
     """``module:factory`` of a verify policy that replaces the scheduler's: for experiments and tests."""
+    cpu_overlap: bool = False
+    """Keep SGLang's overlap schedule on a CPU server: for tests of it, as there is no device to overlap with."""
 
 
 def read_options(environ: Mapping[str, str] = os.environ) -> Options:
@@ -75,6 +78,7 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
         trace=trace,
         trace_bytes=trace_bytes,
         policy=policy,
+        cpu_overlap=_cpu_overlap(environ.get("DSPARK_CPU_OVERLAP"), environ.get("TRITON_INTERPRET")),
     )
 
 
@@ -115,6 +119,17 @@ def _seconds(text: str | None) -> float | None:
     if not 0 <= value <= 600:  # also refuses NaN
         raise Refusal(f"DSPARK_PROFILE_SECONDS={text!r} must be a number of seconds from 0 (no profile) to 600.")
     return value
+
+
+def _cpu_overlap(text: str | None, interpreter: str | None) -> bool:
+    if text not in (None, "", "0", "1"):
+        raise Refusal(f"DSPARK_CPU_OVERLAP={text!r} must be 0 or 1.")
+    if text == "1" and interpreter != "1":
+        raise Refusal(
+            "DSPARK_CPU_OVERLAP='1' needs TRITON_INTERPRET=1, because a Triton kernel of SGLang carries drafts from "
+            "step to step; set it as well, or leave DSPARK_CPU_OVERLAP out."
+        )
+    return text == "1"
 
 
 def _trace(text: str | None) -> tuple[Path | None, int]:

@@ -77,7 +77,7 @@ class Estimator:
         lean = Lean(source.pooled, source.position)
         self._fit = OnlineLogistic(self._start, lean, source.low, source.high, HALF_LIFE)
         self._recent = RecentAcceptance(slots)
-        self._parameters = torch.from_numpy(self._fit.theta.astype(np.float32))
+        self._parameters = self._fit.theta.astype(np.float32)
 
     @property
     def coefficients(self) -> NDArray[np.float64]:
@@ -91,11 +91,12 @@ class Estimator:
     def evaluate(self, shown: Tensor, rows: Rows) -> Tensor:
         """Confidence [R, depth] float32 of a step's draft, on the device of ``shown`` [R, depth, features].
 
-        Reads nothing back; NaN stays NaN, which the allocation counts as 0.
+        Reads nothing back and waits for nothing; NaN stays NaN, which the allocation counts as 0.
         """
-        recent, rule = (torch.from_numpy(a).to(shown.device) for a in (self.recent(rows), rows.rule))
+        arrays = self.recent(rows), rows.rule, self._parameters
+        recent, rule, parameters = (_to_device(array, shown.device) for array in arrays)
         evidence = self.source.evidence(shown, recent, rule)
-        parameters = self._parameters.to(shown.device)[rule, : shown.shape[1]]
+        parameters = parameters[rule, : shown.shape[1]]
         return torch.linalg.vecdot(evidence, parameters).sigmoid()
 
     def observe(
@@ -121,9 +122,15 @@ class Estimator:
         shared = clean[row]
         if shared.any():
             self._fit.learn(x[shared], rule[shared], position[shared], outcome[shared])
-            self._parameters = torch.from_numpy(self._fit.theta.astype(np.float32))
+            self._parameters = self._fit.theta.astype(np.float32)
 
     def _expected(self, x: Doubles, rule: NDArray[np.int64], position: NDArray[np.intp]) -> Doubles:
         """[n] what the source alone says: the start's confidence without recent acceptance, which stays what it means
         while the coefficients move."""
         return 1.0 / (1.0 + np.exp(-(x[:, :-1] * self._start[rule, position, :-1]).sum(axis=-1)))
+
+
+def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """In the order of the device's stream; from pinned memory, as a copy from any other would wait for the stream."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

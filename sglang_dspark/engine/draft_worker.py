@@ -42,11 +42,13 @@ class DSparkDraftWorker(EagleDraftWorker):
         self.first_shown = torch.zeros(slots, columns, device=self.device)
         self._position: int | None = None
         self._extended: Any = None
+        self._draft_graph: Any = None
         self._chains = {self.gamma: (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)}
         self.draft_runner.forward = self._tap(self.draft_runner.forward)
 
-    def watch_extend_graph(self) -> None:
-        """Tap the captured draft extend as well, once there is one: on replay the model's forward does not run."""
+    def watch_graphs(self) -> None:
+        """Once graphs are captured: tap the draft extend's as well; on replay the model's forward does not run."""
+        self._draft_graph = self.cuda_graph_runner
         if self.cuda_graph_runner_for_draft_extend is not None:
             runner = self.cuda_graph_runner_for_draft_extend
             runner.execute = self._tap(runner.execute, lambda output: output)
@@ -58,6 +60,8 @@ class DSparkDraftWorker(EagleDraftWorker):
             self._rebuild_topk1_chain_buffers()
             self._chains[depth] = (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)
         self._topk1_parents_prealloc, self._topk1_score_indices_prealloc = self._chains[depth]
+        # Captured for gamma positions; SGLang asks a draft graph for the batch's size only, and would replay them all.
+        self.cuda_graph_runner = self._draft_graph if depth == self.gamma else None
 
     def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
         """The stock draft; leaves the positions' features in ``shown``."""

@@ -42,6 +42,13 @@ def _check_resolved(_: None, server_args: Any) -> None:
     check_resolved(server_args)
 
 
+def _disable_overlap(original: Callable[..., Any], server_args: Any) -> None:
+    from sglang_dspark.engine.server_args import keeps_overlap
+
+    if not keeps_overlap(server_args):
+        original(server_args)
+
+
 def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     from sglang_dspark.engine.server_args import is_ours
 
@@ -105,6 +112,12 @@ def _keep_probs(_: None, probs: Any, limits: Any) -> Any:
     return probs
 
 
+def _outcome(processor: Any, result: Any, batch: Any) -> None:
+    from sglang_dspark.engine.worker import DSparkWorker
+
+    DSparkWorker.take_outcome(processor.model_worker, result, batch)
+
+
 def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
     from sglang_dspark.engine.worker import DSparkWorker
 
@@ -128,6 +141,12 @@ STARTUP = (
         "arg_groups.speculative_hook._handle_eagle_family", "server_args", HookType.AFTER, _check_resolved,
         "the attention backend and the model's config are known only here",
         "a backend without ragged rows would fail in, or silently spoil, the first step",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._disable_overlap_schedule_for_cpu", "server_args", HookType.AROUND,
+        _disable_overlap,
+        "SGLang turns the overlap schedule off for speculative decoding on CPU; with DSPARK_CPU_OVERLAP ours runs it",
+        "the overlap schedule could not be tested without a GPU",
     ),
     Hook(
         "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND,
@@ -196,6 +215,12 @@ WORKER = (
         "speculative.eagle_utils.top_p_renorm_prob", "", HookType.AROUND, _keep_probs,
         "as for top-k",
         "top-p would fail on CPU",
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "self, result, batch", HookType.BEFORE, _outcome,
+        "SGLang tells a worker what was accepted, but not in which step, and under overlap the next one is launched",
+        "nothing would be learnt: neither estimates nor counters would move",
     ),
     Hook(
         "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",

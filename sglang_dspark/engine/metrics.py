@@ -40,8 +40,7 @@ def labels() -> dict[str, Any]:
 def report_settled(metrics: StepMetrics, settled: Settled) -> None:
     """Count a step and its outcome."""
     plan = settled.plan
-    confidence = settled.confidence.cpu().numpy()
-    metrics.settled(plan.depth, settled.verified, settled.accepted, settled.tokens, plan.tau, confidence)
+    metrics.settled(plan.depth, settled.verified, settled.accepted, settled.tokens, plan.tau, settled.confidence)
 
 
 def report_switches(metrics: StepMetrics | None, guard: Guard) -> None:

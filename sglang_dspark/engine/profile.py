@@ -85,8 +85,7 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
 
 def _over(worker: Any, start: float, limit: float) -> bool:
     """Whether the time is up by the first rank's clock: ranks that stop at different forwards would wait forever."""
-    over = torch.tensor([time.perf_counter() - start > limit], dtype=torch.int32, device=worker.device)
-    return bool(worker.from_first_rank(over))
+    return bool(worker.agreement.first_says(time.perf_counter() - start > limit))
 
 
 def _log(report: dict[str, Any]) -> None:
@@ -113,7 +112,7 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
         build_capture_verify_lens(num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width),
         dtype=torch.int32, device=device,
     )  # fmt: skip
-    rows = ragged_rows(lens, width)
+    rows = ragged_rows(lens, width, point.tokens, worker.gamma + 1)
     positions = torch.full((point.tokens,), point.context, dtype=torch.long, device=device)
     info = EagleVerifyInput(
         draft_token=torch.zeros(point.tokens, dtype=torch.long, device=device),

@@ -32,7 +32,8 @@ class RequestTable:
         kv_tokens = batch.seq_lens_sum
         if kv_tokens is None:
             kv_tokens = int(batch.seq_lens_cpu.sum()) if batch.seq_lens_cpu is not None else 0
-        return StepBatch(slots, self._generation[slots], self._rule[slots], self._clean[slots], kv_tokens)
+        mine = self._generation[slots], self._rule[slots], self._clean[slots]
+        return StepBatch(slots, *mine, kv_tokens, batch.forward_iter or 0)
 
 
 def is_clean(req: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sglang_dspark.confidence import Estimator, PositionPrior, Rows
 from sglang_dspark.cost import CostModel
+from sglang_dspark.engine.relay import HostCopy
 from sglang_dspark.kernels.allocate import allocate
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Guard, Plan, plan_joint, plan_simple
@@ -19,6 +21,11 @@ from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Guard, Plan, pl
 # A position that nobody verified for this many steps is tried once: acceptance may have come back. At 128 the probe,
 # one depth deeper than planned, costs well below 1% of throughput even where drafting does not pay.
 PROBE_STEPS = 128
+
+
+# What a draft token counts for at least when the budget is split. Its 16th power, of the longest chain, is a normal
+# float32, so that no survival is 0. Below it, and for NaN, drafts are taken last, in order of position.
+LEAST_CONFIDENCE = 0.005
 
 
 class StepBatch(NamedTuple):
@@ -34,6 +41,8 @@ class StepBatch(NamedTuple):
     """[R] whether the request counts in pooled statistics (no grammar, penalties or logit bias)."""
     kv_tokens: int
     """Context of all requests together, tokens."""
+    iteration: int = 0
+    """SGLang's count of batches, prefill included."""
 
     @property
     def rows(self) -> Rows:
@@ -41,20 +50,38 @@ class StepBatch(NamedTuple):
         return Rows(self.slots, self.generations, self.rule)
 
 
-class _Launched(NamedTuple):
-    """A step whose outcome is not known yet."""
+@dataclass
+class Launched:
+    """A step whose outcome is not known yet. It travels with SGLang's result, which brings the outcome."""
 
     step: int
     batch: StepBatch
     plan: Plan
-    shown: Tensor
     recent: NDArray[np.float32]
-    confidence: Tensor
-    verify_lens: Tensor
+    """[R] recent acceptance when the step was scheduled."""
+    sent: HostCopy
+    """[R, depth, features] shown by the draft, and the [R, gamma] confidence the step went by."""
     tokens: int
+    """Given to the target forward."""
     priced: bool
     """Whether the plan's step time is that of what really ran."""
     seconds: float = float("nan")
+
+
+class _AllocationInputs(NamedTuple):
+    """What the allocation reads beside the confidence, kept on the device."""
+
+    rows: Tensor
+    """[slots] 0, 1, 2, ..."""
+    prior: Tensor
+    """[gamma] unread: every request of the step was drafted, so none takes a prior."""
+    budget: Tensor
+    """Scalar int32."""
+
+    @classmethod
+    def on(cls, device: torch.device, slots: int, gamma: int) -> _AllocationInputs:
+        budget = torch.zeros((), dtype=torch.int32, device=device)
+        return cls(torch.arange(slots, device=device), torch.zeros(gamma, device=device), budget)
 
 
 class Settled(NamedTuple):
@@ -67,8 +94,21 @@ class Settled(NamedTuple):
     """[R] of them accepted."""
     tokens: int
     """Given to the target forward."""
-    confidence: Tensor
+    confidence: NDArray[np.float32]
     """[R, gamma] that the step went by."""
+
+
+def tokens_sent(plan: Plan, requests: int) -> int:
+    """Tokens the target is given in a step: the host's count of what is on the device."""
+    return requests + min(plan.budget, requests * plan.depth)
+
+
+def spread(plan: Plan, requests: int, device: torch.device) -> Tensor:
+    """verify_lens [R] int32 that spend the plan's budget evenly: for a step whose allocation failed."""
+    share, left = divmod(tokens_sent(plan, requests) - requests, max(requests, 1))
+    lens = torch.full((requests,), 1 + share, dtype=torch.int32, device=device)
+    lens[:left] += 1
+    return lens
 
 
 class StepScheduler:
@@ -94,9 +134,9 @@ class StepScheduler:
         self.modes: Counter[str] = Counter()
         self.depths: Counter[int] = Counter()
         self.last_plan: Plan | None = None
+        self._inputs: _AllocationInputs | None = None
         self._step = 0
         self._seen_at = np.zeros(gamma, np.int64)
-        self._waiting: deque[_Launched] = deque()
 
     # -- before the draft ------------------------------------------------------------------------------------------
 
@@ -157,39 +197,47 @@ class StepScheduler:
         return confidence
 
     def allocate(self, plan: Plan, confidence: Tensor) -> Tensor:
-        """Split the plan's budget by the newest confidence: verify_lens [R] int32, on the device of ``confidence``."""
-        requests = len(confidence)
-        rows = torch.arange(requests, device=confidence.device)
-        unused = confidence.new_zeros(self.gamma)  # every request of the step was drafted, so none takes a prior
-        budget = (
-            plan.budget if confidence.is_cpu else torch.tensor(plan.budget, dtype=torch.int32).to(confidence.device)
-        )
-        return allocate(confidence, rows, unused, budget, depth=plan.depth).verify_lens
+        """Split the plan's budget by the newest confidence: verify_lens [R] int32, on the device of ``confidence``.
 
-    def launched(
-        self, batch: StepBatch, plan: Plan, shown: Tensor, confidence: Tensor, lens: Tensor, tokens: int
-    ) -> None:
-        """Note a step that was sent: lens [R], and the tokens the target forward was really given."""
-        row = self._prior_rows(batch.rule)
-        row[:, : plan.depth] = confidence[:, : plan.depth].cpu().numpy()
-        self.history.record(self._step, batch.slots, batch.generations, row)
-        recent = self.estimator.recent(batch.rows)
-        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
-        priced = plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
-        self._waiting.append(_Launched(self._step, batch, plan, shown, recent, confidence, lens, tokens, priced))
+        All of it is spent: they add up to :func:`tokens_sent`.
+        """
+        # Positive, so that every drafted position can be chosen: the lengths then add up to R plus the budget, which
+        # the host has to know before it can read them.
+        confidence = confidence.nan_to_num(nan=LEAST_CONFIDENCE).clamp(min=LEAST_CONFIDENCE)
+        if self._inputs is None:
+            self._inputs = _AllocationInputs.on(confidence.device, self.slots, self.gamma)
+        rows, unused, budget = self._inputs
+        amount = plan.budget if confidence.is_cpu else budget.fill_(plan.budget)
+        return allocate(confidence, rows[: len(confidence)], unused, amount, depth=plan.depth).verify_lens
+
+    def launched(self, batch: StepBatch, plan: Plan, shown: Tensor, confidence: Tensor, tokens: int) -> Launched:
+        """Note a step that was sent, and the tokens the target forward was really given. Waits for nothing."""
         self.last_plan = plan
         self.modes[plan.mode] += 1
         self.depths[plan.depth] += 1
         self.counters["rest_steps"] += not (self.warm or plan.depth)
+        recent = self.estimator.recent(batch.rows)
+        return Launched(self._step, batch, plan, recent, HostCopy(shown, confidence), tokens, self._priced(plan))
 
     # -- after the verify ------------------------------------------------------------------------------------------
 
-    def settle(self, accepted: NDArray[np.int64]) -> Settled | None:
-        """Learn from the oldest step not settled, if there is one: accepted draft tokens [R], bonus excluded."""
-        if not self._waiting:
-            return None
-        sent = self._waiting.popleft()
-        verified = sent.verify_lens.cpu().numpy().astype(np.int64) - 1
+    def settle(
+        self,
+        sent: Launched,
+        accepted: NDArray[np.int64],
+        verified: NDArray[np.int64],
+        alive: NDArray[np.bool_] | None = None,
+    ) -> Settled:
+        """Learn from a step and its outcome. Steps settle in the order they were launched in.
+
+        accepted, verified: [R] draft tokens, bonus and anchor excluded. alive: [R] whether the request still ran when
+        the outcome came; under the overlap schedule one that has ended takes part in one more step, of which nothing is
+        learnt.
+        """
+        shown, confidence = sent.sent.read()
+        row = self._prior_rows(sent.batch.rule)
+        row[:, : sent.plan.depth] = confidence[:, : sent.plan.depth]
+        self.history.record(sent.step, sent.batch.slots, sent.batch.generations, row)
         requests = len(verified)
         self.counters.update(
             steps=1,
@@ -202,16 +250,16 @@ class StepScheduler:
             target_tokens_full=requests * (self.gamma + 1),
         )
         reached = verified.max(initial=0)
-        self._seen_at[:reached] = sent.step
-        shown = sent.shown.cpu().numpy()
+        np.maximum(self._seen_at[:reached], sent.step, out=self._seen_at[:reached])
+        clean = sent.batch.clean if alive is None else sent.batch.clean & alive
         if self.trace is not None:
-            self._record(sent, shown, accepted, verified)
+            self._record(sent, shown, confidence, clean, accepted, verified)
         if sent.priced:
             self.guard.observe(sent.plan, int(accepted.sum()) + requests, sent.seconds)
-        settled = Settled(sent.plan, verified, accepted, sent.tokens, sent.confidence)
+        settled = Settled(sent.plan, verified, accepted, sent.tokens, confidence)
         if not sent.plan.depth:
             return settled
-        clean, rule = sent.batch.clean, sent.batch.rule
+        rule = sent.batch.rule
         for index, prior in enumerate(self.priors):
             mine = clean & (rule == index)
             if mine.any():
@@ -221,24 +269,28 @@ class StepScheduler:
 
     def timed(self, plan: Plan, tokens: int, seconds: float) -> bool:
         """Correct the cost model by a step that took ``seconds``; whether that time had been predicted."""
-        if not self._waiting:
-            return False
-        sent = self._waiting[-1] = self._waiting[-1]._replace(seconds=seconds)
-        if self.cost is not None and sent.priced:
+        predicted = self._priced(plan)
+        if self.cost is not None and predicted:
             self.cost.observe(tokens, plan.step_time, seconds)
-        return sent.priced
-
-    def forget_waiting(self) -> None:
-        """Drop steps whose outcome never comes (a batch that was thrown away)."""
-        self._waiting.clear()
+        return predicted
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _priced(self, plan: Plan) -> bool:
+        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
+        return plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
 
     def _prior_rows(self, rule: NDArray[np.int64]) -> NDArray[np.float32]:
         return np.stack([prior.values() for prior in self.priors])[rule]
 
     def _record(
-        self, sent: _Launched, shown: NDArray[np.float32], accepted: NDArray[np.int64], verified: NDArray[np.int64]
+        self,
+        sent: Launched,
+        shown: NDArray[np.float32],
+        confidence: NDArray[np.float32],
+        clean: NDArray[np.bool_],
+        accepted: NDArray[np.int64],
+        verified: NDArray[np.int64],
     ) -> None:
         assert self.trace is not None
         batch = sent.batch
@@ -249,7 +301,7 @@ class StepScheduler:
             step=sent.step,
             request=batch.generations * self.slots + batch.slots,
             rule=batch.rule,
-            clean=batch.clean,
+            clean=clean,
             depth=sent.plan.depth,
             verified=verified,
             accepted=accepted,
@@ -259,7 +311,7 @@ class StepScheduler:
             seconds=sent.seconds,
             recent=sent.recent,
             shown=whole,
-            confidence=sent.confidence.cpu().numpy(),
+            confidence=confidence,
         )
 
     def info(self) -> dict[str, Any]:

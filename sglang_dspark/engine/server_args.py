@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dspark"
 # Backends whose target verify takes rows of different length (read from SGLang 0.5.23; see RaggedVerifyLayout's users).
-RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashinfer_mla", "intel_amx")
+# Two take such rows from DSpark's own drafts only: flashinfer_mla asks the verify input for its rows, and that of an
+# EAGLE draft says uniform ones; trtllm_mla counts on rows of the full depth, whatever this step's.
+RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "intel_amx")
 
 
 def asks_for_dspark(server_args: Any) -> bool:
@@ -44,6 +46,11 @@ def asks_for_dspark(server_args: Any) -> bool:
 def is_ours(server_args: Any) -> bool:
     """Whether this server runs our worker: DSPARK was asked for, and the draft is of the EAGLE family."""
     return asks_for_dspark(server_args) and resolved_view(server_args).speculative_algorithm in ("EAGLE", "EAGLE3")
+
+
+def keeps_overlap(server_args: Any) -> bool:
+    """Whether a server of ours on CPU runs SGLang's overlap schedule, which SGLang turns off there."""
+    return is_ours(server_args) and read_options().cpu_overlap
 
 
 def resolve(server_args: Any) -> None:

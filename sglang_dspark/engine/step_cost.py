@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import psutil
-import torch
 
 from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
@@ -61,7 +60,7 @@ def step_cost(
     Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
     """
     read: CostTable | None = worker.faults.run("cost table", lambda: read_files(options, sps_path, key), lambda: None)
-    known = bool(worker.from_first_rank(torch.tensor([read is not None], dtype=torch.int32, device=worker.device)))
+    known = bool(worker.agreement.first_says(read is not None))
     if known and not sps_path:
         logger.info("DSPARK: step cost read from %s.", options.cost_table)
         return _model(read, worker), {"source": str(options.cost_table), "table": read and read.summary()}
@@ -80,7 +79,7 @@ def step_cost(
         # SGLang's file prices the target forward only; what drafting costs comes from the profile.
         table = read.with_draft_terms_of(measured) if read and measured else read
         return _model(table, worker), {**report, "source": sps_path, "table": table and table.summary()}
-    if measured is not None and options.cost_table is not None and worker.is_first_rank:
+    if measured is not None and options.cost_table is not None and worker.agreement.is_first:
         path = options.cost_table
         worker.faults.run("cost table", lambda: save_table(path, key, measured), lambda: None)
         logger.info("DSPARK: step cost written to %s; the next start reads it.", path)

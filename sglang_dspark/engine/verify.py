@@ -21,32 +21,38 @@ class RaggedRows(NamedTuple):
     """Which of the uniform rows' tokens are verified. R requests, rows of ``width`` = depth + 1 tokens."""
 
     layout: RaggedVerifyLayout
-    kept: Tensor
-    """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending."""
+    kept: Tensor | None
+    """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending; None: all of them."""
     width: int
 
 
-def ragged_rows(verify_lens: Tensor, width: int) -> RaggedRows | None:
-    """Layout for ``verify_lens`` [R] int32 in rows of ``width``; None where every row is full, which needs no layout.
+def ragged_rows(verify_lens: Tensor, width: int, total: int, widest: int) -> RaggedRows | None:
+    """Layout for ``verify_lens`` [R] int32 in rows of ``width``, ``total`` = sum(verify_lens) of them.
 
-    Reads the lengths back to the host: the number of tokens is the shape of the forward.
+    total is the shape of the forward, so the host must know it: reading it back would wait for the draft. None where
+    every row is full and as wide as the server's ``widest`` rows, which is what the attention backends take a verify
+    without a layout for, whatever the width of its rows.
     """
-    lens = verify_lens.tolist()
-    total = sum(lens)
-    if total == len(lens) * width:
+    full = total == len(verify_lens) * width
+    if full and width == widest:
         return None
-    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=verify_lens.device)
-    torch.cumsum(verify_lens, 0, out=indptr[1:])
-    kept = (torch.arange(width, device=verify_lens.device) < verify_lens[:, None]).flatten().nonzero().flatten()
-    layout = RaggedVerifyLayout(
-        verify_lens=verify_lens,
-        graph_num_tokens=total,
-        extend_start_loc=indptr[:-1],
-        qo_indptr_device=indptr,
-        verify_lens_cpu=lens,
-        total_verify_tokens=total,
-    )
+    layout = _layout(verify_lens, total)
+    if full:
+        return RaggedRows(layout, None, width)
+    starts = layout.extend_start_loc.long()
+    requests = torch.arange(len(verify_lens), device=verify_lens.device)
+    row = torch.repeat_interleave(requests, verify_lens, output_size=total)
+    kept = torch.arange(total, device=verify_lens.device) - starts[row] + row * width
     return RaggedRows(layout, kept, width)
+
+
+def _layout(verify_lens: Tensor, total: int) -> RaggedVerifyLayout:
+    """As SGLang's DSpark worker builds it: with the lengths on the host as well where they are there anyway."""
+    if verify_lens.is_cpu:
+        return RaggedVerifyLayout.from_verify_lens(
+            verify_lens_cpu=verify_lens.tolist(), device=verify_lens.device, grid=[total]
+        )
+    return RaggedVerifyLayout.from_verify_lens_device(verify_lens=verify_lens, graph_num_tokens=total)
 
 
 def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
@@ -56,11 +62,13 @@ def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
     sampled drafts reads draft probabilities, and a zero row there makes it sample from the target, which is what a
     position that was never proposed must do (a residual would be biased).
     """
+    verify_input.ragged_verify_layout = rows.layout
+    if rows.kept is None:
+        return
     past = torch.arange(1, rows.width + 1, device=rows.kept.device) >= rows.layout.verify_lens[:, None]
     verify_input.retrieve_next_token = verify_input.retrieve_next_token.masked_fill(past, -1)
     if verify_input.draft_probs is not None:
         verify_input.draft_probs = verify_input.draft_probs.masked_fill(past[:, :-1, None], 0.0)
-    verify_input.ragged_verify_layout = rows.layout
     verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
     verify_input.dspark_rows = rows
 
@@ -144,7 +152,7 @@ class VerifyTarget:
         """The target forward over the compact rows; logits and hidden states come back in uniform rows."""
         self.tokens_seen += len(forward_batch.input_ids)
         result = self._worker.forward_batch_generation(batch, forward_batch=forward_batch, **kwargs)
-        if self._rows is not None:
+        if self._rows is not None and self._rows.kept is not None:
             output = result.logits_output
             output.next_token_logits = scatter_rows(output.next_token_logits, self._rows)
             output.hidden_states = scatter_rows(output.hidden_states, self._rows)

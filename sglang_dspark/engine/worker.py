@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
@@ -24,16 +23,16 @@ from sglang_dspark.confidence import HEAD, HEADLESS, RULES, Estimator
 from sglang_dspark.confidence.head import HEAD_RULES, ConfidenceHead
 from sglang_dspark.config import read_options
 from sglang_dspark.cost import CostKey
-from sglang_dspark.engine.agreement import refuse_differences
+from sglang_dspark.engine.agreement import Agreement, contents
 from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import report_settled, report_switches, step_metrics
-from sglang_dspark.engine.policy import load_policy
+from sglang_dspark.engine.policy import Policy, load_policy
 from sglang_dspark.engine.requests import RequestTable
-from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.engine.scheduler import Launched, Settled, StepBatch, StepScheduler, spread, tokens_sent
 from sglang_dspark.engine.step_cost import step_cost
 from sglang_dspark.engine.verify import VerifyTarget, cut_chain, propose_nothing, ragged_rows
 from sglang_dspark.observe import TraceWriter
@@ -54,10 +53,12 @@ class DSparkWorker(EAGLEWorkerV2):
         self.options = read_options()
         self.gamma: int = self.speculative_num_steps
         self.faults = Faults()
+        self.agreement = Agreement(get_parallel().tp_group)
         self.cost_report: dict[str, Any] = {}
         self._plan: Plan | None = None
         self._warm = True
         self._batch: StepBatch | None = None
+        self._launched: Launched | None = None
         self._ended = 0.0
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
@@ -84,14 +85,14 @@ class DSparkWorker(EAGLEWorkerV2):
 
     def _open_trace(self) -> TraceWriter | None:
         path = self.options.trace
-        if path is None or not self.is_first_rank:
+        if path is None or not self.agreement.is_first:
             return None
         return TraceWriter(path, self.gamma, self.scheduler.estimator.source.shown, RULES, self.options.trace_bytes)
 
     def init_cuda_graphs(self) -> None:
         """Stock, then the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
-        self._draft_worker.watch_extend_graph()
+        self._draft_worker.watch_graphs()
         key = cost_key(self.server_args, self.target_worker.model_runner.model_config)
         sps_path = self.server_args.speculative_dspark_sps_table_path
         self._refuse_other_settings(key)
@@ -120,6 +121,8 @@ class DSparkWorker(EAGLEWorkerV2):
             seconds = self._ended - start
             # The host's work between two steps is part of what a step costs; a wait for requests is not.
             seconds += between if between < MOST_HOST_SHARE * seconds else 0.0
+            if self._launched is not None:
+                self._launched.seconds = seconds
             if self.faults.run("timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: False):
                 self._measure(lambda metrics: metrics.timed(plan.step_time, seconds))
         return result
@@ -134,7 +137,8 @@ class DSparkWorker(EAGLEWorkerV2):
             return self.policy.plan(described, first)
 
         mine = self.faults.run("plan", plan, lambda: self.scheduler.verify_all(len(described.slots)))
-        warm_before, agreed = self._warm, self._agree_on_plan(mine)
+        warm_before = self._warm
+        agreed, self._warm = self.agreement.plan(described, mine, self.scheduler.warm)
         if agreed.depth and not warm_before:
             # After a step without an extend there is nothing to draft from, whoever plans it.
             self._warm = True
@@ -154,14 +158,14 @@ class DSparkWorker(EAGLEWorkerV2):
         requests, depth = len(batch.seq_lens), plan.depth
         if depth == 0:
             propose_nothing(batch.spec_info, requests, self.target_worker.model_config.vocab_size, self.device)
-        shown = self._draft_worker.shown[:requests, :depth].clone()
+        shown = self._draft_worker.shown[:requests, :depth]
         confidence, lens = self.faults.run(
             "allocation",
             lambda: self._allocate(batch, plan, described, shown),
-            lambda: (shown.new_zeros(requests, self.gamma), _full(requests, depth, shown)),
+            lambda: (shown.new_zeros(requests, self.gamma), spread(plan, requests, shown.device)),
         )
-        lens = self.from_first_rank(lens)
-        rows = ragged_rows(lens, depth + 1)
+        lens = self.agreement.lengths(lens)
+        rows = ragged_rows(lens, depth + 1, self._tokens(plan, lens), self.gamma + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
         target = VerifyTarget(self.target_worker, rows)
@@ -181,10 +185,11 @@ class DSparkWorker(EAGLEWorkerV2):
         )
         result.cap_lens = lens
         self._tokens_sent = target.tokens_seen
-        self.faults.run(
+        # The step goes with SGLang's result, so that no other step can be taken for it when the outcome is there.
+        result.dspark_step = self._launched = self.faults.run(
             "history",
-            lambda: self.scheduler.launched(described, plan, shown, confidence, lens, target.tokens_seen),
-            self.scheduler.forget_waiting,
+            lambda: self.scheduler.launched(described, plan, shown, confidence, target.tokens_seen),
+            lambda: None,
         )
         return result
 
@@ -193,44 +198,43 @@ class DSparkWorker(EAGLEWorkerV2):
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
         return confidence, self.policy.allocate(plan, confidence, draft)
 
-    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """Called by SGLang once a step's acceptance is on the host."""
-        accepted = np.asarray(num_correct_drafts_per_req, np.int64)
-        settled = self.faults.run("learning", lambda: self.scheduler.settle(accepted), self.scheduler.forget_waiting)
-        if settled is not None:
-            self._measure(lambda metrics: report_settled(metrics, settled))
+    def _tokens(self, plan: Plan, lens: Tensor) -> int:
+        """sum(lens), without a look at the device wherever the scheduler's own allocation made them."""
+        if lens.is_cpu or type(self.policy).allocate is not Policy.allocate:
+            return int(lens.sum())
+        return tokens_sent(plan, len(lens))
+
+    @staticmethod
+    def take_outcome(worker: Any, result: Any, batch: Any) -> None:
+        """SGLang has a step's outcome on the host and is about to give it out: learn from it."""
+        sent = getattr(result, "dspark_step", None)
+        if isinstance(worker, DSparkWorker) and sent is not None:
+            settled = worker.faults.run("learning", lambda: worker._settle(sent, result, batch), lambda: None)
+            if settled is not None:
+                worker._measure(lambda metrics: report_settled(metrics, settled))
+
+    def _settle(self, sent: Launched, result: Any, batch: Any) -> Settled:
+        accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
+        verified = result.cap_lens.numpy().astype(np.int64) - 1
+        alive = np.array([not (req.finished() or req.is_retracted) for req in batch.reqs])
+        return self.scheduler.settle(sent, accepted, verified, alive)
 
     def _measure(self, report: Callable[[StepMetrics], None]) -> None:
         metrics = self.metrics
         if metrics is not None:
             self.faults.run("metrics", lambda: report(metrics), lambda: None)
 
-    # -- tensor parallel: one rank decides -------------------------------------------------------------------------
-    # Always outside of what a fault may cut short: a rank that skips a broadcast leaves the others waiting.
-
     def _refuse_other_settings(self, key: CostKey) -> None:
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            mine = {"sglang_dspark": __version__, "num_steps": self.gamma, **asdict(self.options), **asdict(key)}
-            refuse_differences(group.all_gather_object(mine))
-
-    def _agree_on_plan(self, plan: Plan) -> Plan:
-        mine = torch.tensor([plan.depth, plan.budget, int(self.scheduler.warm)], device=self.device)
-        depth, budget, warm = self.from_first_rank(mine).tolist()
-        self._warm = bool(warm)
-        return plan if (depth, budget) == (plan.depth, plan.budget) else plan._replace(depth=depth, budget=budget)
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is the tensor-parallel rank that decides."""
-        return bool(get_parallel().tp_rank == 0)
-
-    def from_first_rank(self, values: Tensor) -> Tensor:
-        """``values`` of the first tensor-parallel rank, on every rank."""
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            group.broadcast(values, src=0)
-        return values
+        """Every rank must plan, price and estimate from the same flags, variables and files."""
+        args = self.server_args
+        files = {
+            "cost table": self.options.cost_table,
+            "SPS table": args.speculative_dspark_sps_table_path,
+            "calibration": args.speculative_dspark_confidence_sts_path,
+            "confidence head": find_head(self.options, args.speculative_draft_model_path, 1),
+        }
+        mine = {"sglang_dspark": __version__, "num_steps": self.gamma, **asdict(self.options), **asdict(key)}
+        self.agreement.refuse_differences({**mine, **{f"{name} contents": contents(p) for name, p in files.items()}})
 
     # -- what a person can see -------------------------------------------------------------------------------------
 
@@ -252,7 +256,3 @@ class DSparkWorker(EAGLEWorkerV2):
                 "requests_free": self.req_to_token_pool.available_size(),
             },
         }
-
-
-def _full(requests: int, depth: int, like: Tensor) -> Tensor:
-    return torch.full((requests,), depth + 1, dtype=torch.int32, device=like.device)

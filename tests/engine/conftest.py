@@ -1,10 +1,12 @@
 """Fixtures of the engine tests: real SGLang servers on tiny models, and what plain decoding says."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
+import requests
 
 from benchmarks.launch import CPU_FLAGS, Server
 from tests import tiny
@@ -100,6 +102,18 @@ def greedy(server: Server, prompts: list[list[int]], users: int | None = None) -
     """Greedy output tokens of each prompt, never ending early."""
     replies = server.generate_all(prompts, users, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     return [reply["output_ids"] for reply in replies]
+
+
+def free(server: Server) -> tuple[int, int]:
+    """Free KV slots (target and draft share them) and request slots, once all is idle and the radix cache is empty."""
+    for _ in range(100):
+        try:
+            server.flush()
+            break
+        except requests.HTTPError:  # refused while requests run
+            time.sleep(0.1)
+    pool = server.info()["dspark"]["pools"]
+    return pool["kv_free"], pool["requests_free"]
 
 
 @pytest.fixture(scope="session")

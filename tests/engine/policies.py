@@ -9,13 +9,17 @@ from sglang_dspark.engine.policy import Policy
 
 
 class Switch(Policy):
-    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, depths, rests. Read anew each step."""
+    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, budgets, depths, rests.
+
+    It is read anew each step.
+    """
 
     def __init__(self, scheduler):
         super().__init__(scheduler)
         self.file = Path(os.environ["TEST_POLICY_FILE"])
         self.random = torch.Generator().manual_seed(0)
         self.depth = -1
+        self.budget = 0
 
     def _says(self):
         return self.file.read_text().strip()
@@ -31,13 +35,17 @@ class Switch(Policy):
             return plan
         gamma, says = self.scheduler.gamma, self._says()
         self.scheduler.warm = True
+        if says == "budgets":  # another one every step, split by the scheduler itself
+            most = gamma * len(batch.slots)
+            self.budget = (self.budget + 7) % (most + 1)
+            return self.scheduler.verify_all(len(batch.slots), gamma)._replace(budget=self.budget)
         if says == "rests":  # at depth 0 the draft may rest, and what it then drafts comes from stubs
             self.scheduler.warm = bool(torch.randint(2, (), generator=self.random))
         return self.scheduler.verify_all(len(batch.slots), self._next_depth() if says in ("depths", "rests") else gamma)
 
     def allocate(self, plan, confidence, draft):
         says = self._says()
-        if says in ("own", "all"):
+        if says in ("own", "all", "budgets"):
             return super().allocate(plan, confidence, draft)
         if says == "none":
             return torch.ones(len(confidence), dtype=torch.int32)

@@ -11,7 +11,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.launch import Server
-from tests.engine.conftest import NEW_TOKENS, base, dspark, greedy
+from tests.engine.conftest import NEW_TOKENS, base, dspark, free, greedy
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +28,6 @@ def server(pairs):
     )
     with running:
         yield running
-
-
-def free(server):
-    """Free KV slots (target and draft share them) and request slots, once all is idle and the radix cache is empty."""
-    for _ in range(100):
-        try:
-            server.flush()
-            break
-        except requests.HTTPError:  # refused while requests run
-            time.sleep(0.1)
-    pool = server.info()["dspark"]["pools"]
-    return pool["kv_free"], pool["requests_free"]
 
 
 def test_chunked_prefill_and_radix_hits_change_nothing(server, expected, prompts):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows
@@ -16,10 +16,15 @@ def lens_and_width():
     )
 
 
+def rows_of(lens, width, widest=None):
+    return ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest or width)
+
+
+@settings(deadline=None)  # a busy machine is not a slow function
 @given(lens_and_width())
 def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     lens, width = case
-    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width)
+    rows = rows_of(lens, width)
     if sum(lens) == len(lens) * width:
         assert rows is None
         return
@@ -35,19 +40,38 @@ def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     assert uniform.sum() == compact.sum()  # everything else is zero
 
 
+@pytest.mark.parametrize("width", (1, 3))
+def test_full_rows_narrower_than_the_servers_have_a_layout_and_stay_as_they_are(width):
+    # Without a layout an attention backend takes the server's widest rows for granted.
+    rows = rows_of([width] * 4, width, widest=5)
+    assert rows.kept is None and rows.layout.verify_lens.tolist() == [width] * 4
+    info = verify_input(4, width, vocab=2)
+    before = info.retrieve_next_token.clone(), info.draft_probs.clone()
+    cut_chain(info, rows)
+    assert info.ragged_verify_layout is rows.layout and info.num_tokens_per_req == width
+    assert torch.equal(info.retrieve_next_token, before[0]) and torch.equal(info.draft_probs, before[1])
+
+
+@settings(deadline=None)  # a busy machine is not a slow function
 @given(lens_and_width())
 def test_the_layout_is_the_one_sglang_builds_for_the_same_lengths(case):
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
     lens, width = case
-    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width)
+    rows = rows_of(lens, width)
     if rows is None:
         return
     stock = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=torch.device("cpu"), grid=[sum(lens)])
-    for name in ("verify_lens", "extend_start_loc", "qo_indptr_device"):
-        assert torch.equal(getattr(rows.layout, name).int(), getattr(stock, name).int()), name
-    for name in ("graph_num_tokens", "verify_lens_cpu", "total_verify_tokens"):
-        assert getattr(rows.layout, name) == getattr(stock, name), name
+    assert_equal(rows.layout, stock)
+
+
+def assert_equal(one, other):
+    for name in type(other).__struct_fields__:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(theirs, torch.Tensor):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+        else:
+            assert mine == theirs, name
 
 
 def verify_input(requests, width, vocab=None):
@@ -66,7 +90,7 @@ def verify_input(requests, width, vocab=None):
 
 
 def test_a_chain_ends_at_its_verify_length():
-    rows = ragged_rows(torch.tensor([1, 3, 4], dtype=torch.int32), 4)
+    rows = rows_of([1, 3, 4], 4)
     info = verify_input(3, 4, vocab=2)
     cut_chain(info, rows)
     assert info.retrieve_next_token.tolist() == [[-1, -1, -1, -1], [1, 2, -1, -1], [1, 2, 3, -1]]
@@ -75,7 +99,7 @@ def test_a_chain_ends_at_its_verify_length():
 
 @pytest.mark.parametrize("fails", (False, True))
 def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fails):
-    rows = ragged_rows(torch.tensor([1, 3], dtype=torch.int32), 4)
+    rows = rows_of([1, 3], 4)
     info = verify_input(2, 4)
     cut_chain(info, rows)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=None)

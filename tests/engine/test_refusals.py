@@ -1,13 +1,15 @@
 """What cannot work is refused before weights load, in one sentence that names flag, value and remedy."""
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from benchmarks.launch import CPU_FLAGS
-from tests.engine.conftest import refusal
+from tests.engine.conftest import dspark, refusal
 
 REFUSED = {
     "tree": (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk 4"),
@@ -62,12 +64,24 @@ def test_a_target_that_is_no_draft_is_refused(resolve, pairs, tmp_path):
         ("DSPARK_PROFILE_SECONDS", "soon"),
         ("DSPARK_PROFILE_SECONDS", "nan"),
         ("DSPARK_POLICY", "x"),
+        ("DSPARK_CPU_OVERLAP", "yes"),
+        ("DSPARK_CPU_OVERLAP", "1"),  # without TRITON_INTERPRET=1
         ("DSPARK_TYPO", "1"),
     ],
 )
 def test_an_environment_option_that_cannot_work_is_refused(resolve, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert name in refusal(resolve)
+
+
+@pytest.mark.parametrize("asked", (False, True))
+def test_a_cpu_server_overlaps_steps_only_where_it_is_asked_to(resolve, monkeypatch, asked):
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    if asked:
+        monkeypatch.setenv("DSPARK_CPU_OVERLAP", "1")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolved_view(resolve()).disable_overlap_schedule is not asked
 
 
 @pytest.mark.parametrize("draft, algorithm", [("eagle3", "EAGLE3"), ("eagle3_full", "EAGLE3"), ("eagle", "EAGLE")])
@@ -99,6 +113,34 @@ def test_a_refusal_on_the_command_line_is_one_sentence_and_no_traceback(pairs):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "use a draft trained for this target." in done.stderr
+
+
+@pytest.mark.long
+def test_a_tensor_parallel_rank_with_another_setting_is_refused_at_start(pairs, monkeypatch):
+    """Two nodes of one rank each, as only there the environments can differ."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    nodes = [
+        dspark(
+            pairs.target, pairs.eagle3, "--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank),
+            "--dist-init-addr", address, env={"DSPARK_PROFILE_SECONDS": str(1 + rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    sentence = (
+        "Tensor-parallel rank 1 was started with profile_seconds 2.0 and rank 0 with 1.0; start all ranks with the "
+        "same flags, DSPARK_* variables and files."
+    )
+    try:
+        for node in nodes:
+            with suppress(subprocess.TimeoutExpired):  # a node may keep its process when its rank is gone
+                node.process.wait(600 if node is nodes[0] else 30)
+            assert sentence in node.tail(100_000), node.tail()
+    finally:
+        for node in nodes:
+            node.close()
 
 
 def test_another_sglang_version_refuses_dspark_and_nothing_else(monkeypatch):

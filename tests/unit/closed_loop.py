@@ -61,12 +61,13 @@ class Loop:
             shown = shown_at(top, self.requests, plan.depth)
             confidence = it.confidence(shown, batch)
             lens = it.allocate(plan, confidence)
-            it.launched(batch, plan, shown, confidence, lens, int(lens.sum()))
-            took = self.seconds(plan, not it.warm)
+            sent = it.launched(batch, plan, shown, confidence, int(lens.sum()))
+            sent.seconds = took = self.seconds(plan, not it.warm)
             it.timed(plan, int(lens.sum()), took)
             hits = self.hits_of(self.random)
-            accepted = np.minimum(np.cumprod(hits, 1).sum(1), lens.numpy() - 1)
-            it.settle(accepted)
+            verified = lens.numpy().astype(np.int64) - 1
+            accepted = np.minimum(np.cumprod(hits, 1).sum(1), verified)
+            it.settle(sent, accepted, verified)
             self.plans.append(plan)
             tokens, seconds = tokens + int(accepted.sum()) + self.requests, seconds + took
         return tokens / seconds

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_dspark.cost import CostModel, CostTable
-from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler
+from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler, spread, tokens_sent
+from sglang_dspark.schedule import Plan
 from tests.unit.closed_loop import shown_at
 
 GAMMA = 4
@@ -31,8 +33,9 @@ def step(it, top, accepted_of, described=None):
     seen = shown_at(top, requests, plan.depth)
     confidence = it.confidence(seen, described)
     lens = it.allocate(plan, confidence)
-    it.launched(described, plan, seen, confidence, lens, int(lens.sum()))
-    it.settle(np.array([accepted_of(int(n) - 1) for n in lens]))
+    sent = it.launched(described, plan, seen, confidence, int(lens.sum()))
+    verified = lens.numpy().astype(np.int64) - 1
+    it.settle(sent, np.array([accepted_of(int(n)) for n in verified]), verified)
     return plan, lens
 
 
@@ -96,3 +99,71 @@ def test_counters_add_up():
     assert info["target_tokens"] == info["requests"] + info["verified"]
     assert info["produced"] == info["requests"] + info["accepted"]
     assert info["accepted_length"] == pytest.approx(info["produced"] / info["requests"])
+
+
+def planned(depth, budget):
+    return Plan(depth, budget, "scheduled", 1.0, 1.0, 1.0)
+
+
+def launch(it, described, top):
+    plan = it.plan(described, None)
+    seen = shown_at(top, len(described.slots), GAMMA)
+    return it.launched(described, plan, seen, it.confidence(seen, described), 0)
+
+
+def test_a_step_is_planned_from_outcomes_that_are_there_and_not_from_steps_still_in_flight():
+    it = scheduler()
+    prior = it._prior_rows(np.zeros(3, int))
+    first, second = (launch(it, batch(), top) for top in (0.9, 0.4))
+    assert (it.history.lookup(9, np.arange(3), np.full(3, 1), prior)[1] == -1).all()
+    nothing, all_seen = np.zeros(3, np.int64), np.full(3, GAMMA)
+    it.settle(first, all_seen, all_seen)
+    high, _ = it.history.lookup(9, np.arange(3), np.full(3, 1), prior)
+    it.settle(second, nothing, all_seen)
+    low, _ = it.history.lookup(9, np.arange(3), np.full(3, 1), prior)
+    assert (high > 0.7).all() and (low < 0.5).all()
+
+
+def test_an_outcome_that_comes_after_its_slot_was_given_away_is_not_taken_for_the_next_requests():
+    it = scheduler()
+    late = launch(it, batch(generation=1), 0.9)
+    launch(it, batch(generation=2), 0.9)
+    it.settle(late, np.zeros(3, np.int64), np.full(3, GAMMA))
+    _, remap = it.history.lookup(9, np.arange(3), np.full(3, 2), it._prior_rows(np.zeros(3, int)))
+    assert (remap == -1).all() and not it.estimator.recent(batch(generation=2).rows).any()
+
+
+def test_what_a_step_showed_is_kept_although_the_next_draft_overwrites_it():
+    it = scheduler()
+    shown = shown_at(0.9, 3, GAMMA).clone()
+    sent = it.launched(batch(), it.plan(batch(), None), shown, it.confidence(shown, batch()), 0)
+    shown.fill_(-9.0)
+    settled = it.settle(sent, np.zeros(3, np.int64), np.full(3, GAMMA))
+    assert (sent.sent.read()[0] > 0).all() and (settled.confidence > 0.7).all()
+
+
+def test_nothing_is_learnt_from_the_step_after_a_requests_end():
+    it = scheduler()
+    before = it.priors[0].values().copy(), it.estimator.coefficients.copy()
+    for _ in range(20):
+        it.settle(launch(it, batch(), 0.9), np.zeros(3, np.int64), np.full(3, GAMMA), np.zeros(3, bool))
+    assert np.array_equal(before[0], it.priors[0].values()) and np.array_equal(before[1], it.estimator.coefficients)
+
+
+@pytest.mark.parametrize("value", (0.0, 1e-30, float("nan"), -1.0, 0.5))
+def test_the_whole_budget_is_spent_whatever_the_confidence(value):
+    it = scheduler()
+    confidence = torch.full((5, GAMMA), value)
+    confidence[1] = 0.9
+    for budget in (0, 1, 7, 5 * GAMMA, 100):
+        plan = planned(GAMMA, budget)
+        lens = it.allocate(plan, confidence)
+        assert int(lens.sum()) == tokens_sent(plan, 5) and lens.max() <= GAMMA + 1
+        assert lens[1] == min(1 + budget, GAMMA + 1)
+
+
+@pytest.mark.parametrize("depth, budget", [(0, 0), (3, 0), (3, 4), (3, 15), (3, 99)])
+def test_a_failed_allocation_spends_as_much_as_the_plan_said(depth, budget):
+    plan = planned(depth, budget)
+    lens = spread(plan, 5, torch.device("cpu"))
+    assert int(lens.sum()) == tokens_sent(plan, 5) and lens.min() >= 1 and lens.max() <= depth + 1
