@@ -21,8 +21,7 @@ def add_patch(commands: Any) -> Callable[[argparse.Namespace], int]:
     parser.add_argument("--tree", type=Path, help="an SGLang other than the one installed here")
 
     def run(args: argparse.Namespace) -> int:
-        from sglang_dspark.patches import find_tree, open_tree
-        from sglang_dspark.patches.diff import State
+        from sglang_dspark.patches import State, find_tree, open_tree
 
         patches = open_tree(find_tree(args.tree))
         if args.action != "check":

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.config import Refusal
-from sglang_dspark.patches import applied, find_tree
+from sglang_dspark.patches import State, states_of_installed
 
 logger = logging.getLogger(__name__)
 
@@ -231,10 +231,9 @@ def install(hooks: tuple[Hook, ...]) -> None:
     """Register ``hooks`` with SGLang's own registry and apply them; again is a no-op (the registry remembers).
 
     Raises:
-        Refusal: of the patches that together stand for a hook, only some are in.
+        Refusal: of the patches that together stand for a hook only some are in, or they are not those of this version.
     """
-    mending = any(hook.patches for hook in hooks)
-    for hook in needed(hooks, applied(find_tree(None))) if mending else hooks:
+    for hook in needed(hooks, states_of_installed() if any(hook.patches for hook in hooks) else {}):
         target = f"sglang.srt.{hook.target}"
         if target in HookRegistry._patched:
             continue
@@ -245,16 +244,18 @@ def install(hooks: tuple[Hook, ...]) -> None:
     HookRegistry.apply_hooks()
 
 
-def needed(hooks: tuple[Hook, ...], patches: frozenset[str]) -> list[Hook]:
-    """The hooks without those whose patches are in the source. Raises as :func:`install`."""
+def needed(hooks: tuple[Hook, ...], patches: Mapping[str, State]) -> list[Hook]:
+    """The hooks without those whose patches are in SGLang's source. Raises as :func:`install`."""
+    left = []
     for hook in hooks:
-        some = patches.intersection(hook.patches)
-        if some and some != set(hook.patches):
+        found = {patches.get(name, State.OUT) for name in hook.patches}
+        if State.CHANGED in found or len(found) > 1:
             raise Refusal(
-                f"SGLang's source has the patches {', '.join(sorted(some))} without those that belong to them; run "
-                "sglang-dspark patch apply, or sglang-dspark patch revert."
+                f"SGLang's source is neither the release nor patched by this sglang-dspark ({', '.join(hook.patches)}); "
+                "see sglang-dspark patch check, and install SGLang again."
             )
-    left = [hook for hook in hooks if not patches.issuperset(hook.patches) or not hook.patches]
+        if found != {State.IN}:
+            left.append(hook)
     if len(left) < len(hooks):
         logger.info("DSPARK: SGLang is patched; %d of %d hooks are left out.", len(hooks) - len(left), len(hooks))
     return left

@@ -116,13 +116,12 @@ def find_tree(path: Path | None) -> Path:
     raise ValueError(f"--tree {path} holds no SGLang; name the folder that it was installed into.")
 
 
-def applied(tree: Path) -> frozenset[str]:
-    """Names of the patches that are in; none where there are no patches for this version."""
+def states_of_installed() -> dict[str, State]:
+    """State of each patch in the installed SGLang; empty where there are no patches for this version."""
     try:
-        states = open_tree(tree).states()
+        return open_tree(find_tree(None)).states()
     except ValueError:
-        return frozenset()
-    return frozenset(name for name, state in states.items() if state is State.IN)
+        return {}
 
 
 def _replace_all(after: Mapping[Path, str], before: Mapping[Path, str]) -> None:

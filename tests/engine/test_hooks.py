@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 
 from sglang_dspark.engine.hooks import STARTUP, WORKER, needed
-from sglang_dspark.patches import find_tree, open_tree
+from sglang_dspark.patches import State, find_tree, open_tree
 from tests.engine.conftest import refusal
 
 HOOKS = [*STARTUP, *WORKER]
@@ -30,14 +30,14 @@ def test_a_hook_is_three_lines_and_says_why(hook):
 
 
 def test_a_hook_is_left_out_where_its_patches_are_in_and_only_there():
-    patches = frozenset(patch.name for patch in open_tree(find_tree(None)).patches)
-    named = {name for hook in HOOKS for name in hook.patches}
-    assert named <= patches
-    assert needed(WORKER, frozenset()) == list(WORKER)
-    assert needed(WORKER, patches) == [hook for hook in WORKER if not hook.patches]
-    without = needed(WORKER, frozenset({"03-cpu-draft-sampling"}))
+    patches = [patch.name for patch in open_tree(find_tree(None)).patches]
+    assert {name for hook in HOOKS for name in hook.patches} <= set(patches)
+    assert needed(WORKER, {}) == needed(WORKER, dict.fromkeys(patches, State.OUT)) == list(WORKER)
+    assert needed(WORKER, dict.fromkeys(patches, State.IN)) == [hook for hook in WORKER if not hook.patches]
+    without = needed(WORKER, {"03-cpu-draft-sampling": State.IN})
     assert [hook.target for hook in WORKER if hook not in without] == ["speculative.spec_utils.fast_sample"]
 
 
-def test_some_of_the_patches_that_stand_for_a_hook_are_refused():
-    refusal(lambda: needed(WORKER, frozenset({"02-cpu-verify-sampling"})))
+@pytest.mark.parametrize("state", (State.IN, State.CHANGED))
+def test_a_source_that_is_neither_the_release_nor_patched_is_refused(state):
+    refusal(lambda: needed(WORKER, {"02-cpu-verify-sampling": state}))
