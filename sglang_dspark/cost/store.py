@@ -62,7 +62,7 @@ def read_table(path: str | Path) -> tuple[dict[str, Any], CostTable]:
 def _read_object(path: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cost table {path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"Cost table {path} holds a {type(content).__name__} where a JSON object is needed.")

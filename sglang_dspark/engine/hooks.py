@@ -251,7 +251,7 @@ def needed(hooks: tuple[Hook, ...], patches: Mapping[str, State]) -> list[Hook]:
         found = {patches.get(name, State.OUT) for name in hook.patches}
         if State.CHANGED in found or len(found) > 1:
             raise Refusal(
-                f"SGLang's source is neither the release nor patched by this sglang-dspark ({', '.join(hook.patches)}); "
+                f"SGLang's source is neither the release nor patched as this package does ({', '.join(hook.patches)}); "
                 "see sglang-dspark patch check, and install SGLang again."
             )
         if found != {State.IN}:

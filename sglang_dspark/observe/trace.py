@@ -121,7 +121,7 @@ def read_trace(path: Path) -> Trace:
             header = json.loads(line)
             gamma, features, rules = int(header["gamma"]), tuple(header["features"]), tuple(header["rules"])
             right = header["format"] == FORMAT and gamma > 0 and all(isinstance(n, str) for n in features + rules)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             right = False
         if not right:
             raise ValueError(f"{path} is not a trace of format {FORMAT}; write one with DSPARK_TRACE=FILE.")
