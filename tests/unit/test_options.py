@@ -18,10 +18,10 @@ VALUES = st.one_of(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
     st.sampled_from(
         (
-            "", " ", "0", "-1", "1e400", "nan", "inf", "-0", "1_0", "٣", "600.0000001", "off", "OFF", ".", "..", "/",
-            "//", ":", "::", ":5", "a:", "a:0", "a:1", "a:-1", "a:1048577", "a:" + "9" * 5000, "x" * 300,
-            "/" + "y/" * 3000, "a\nb", "'", "~", "\udc80", "/dev/null", "/proc/self/mem", "/root/x/y", "os:path", "a.b:c", "a..b:c", "1:2",
-            "a:b:c", "a b:c",
+            "", " ", "0", "-1", "1e400", "nan", "inf", "-0", "1_0", "٣", "600.0000001", "off", "OFF", ".", "..",
+            "/", "//", ":", "::", ":5", "a:", "a:0", "a:1", "a:-1", "a:1048577", "a:" + "9" * 5000, "x" * 300,
+            "/" + "y/" * 3000, "a\nb", "'", "~", "\udc80", "/dev/null", "/proc/self/mem", "/root/x/y", "os:path",
+            "a.b:c", "a..b:c", "1:2", "a:b:c", "a b:c",
         )
     ),
     st.floats().map(str),
