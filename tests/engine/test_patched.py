@@ -1,6 +1,9 @@
 """On an SGLang with our patches in and without the hooks that they stand for, output is as right as with the hooks."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from tests.engine.test_sampling import ALPHA, REJECTION, SAMPLES, distribution, 
 from tests.sglang_tree import link_tree
 
 pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
 FILTERS = {"top_k": 6, "top_p": 0.7, "min_p": 0.1, "temperature": 1.3}
 
 
@@ -22,8 +26,7 @@ def patched(tmp_path_factory) -> dict[str, str]:
     """The environment of a server that runs a patched SGLang."""
     folder = tmp_path_factory.mktemp("patched")
     assert len(open_tree(link_tree(folder)).apply()) >= 8
-    root = Path(__file__).parents[2]
-    return {"PYTHONPATH": os.pathsep.join(map(str, (folder, root)))}
+    return {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
 
 
 def switched(pairs_target, draft, patched, tmp_path, *flags):
@@ -62,6 +65,16 @@ def test_stock_eagle3_samples_on_a_patched_cpu_engine(pairs, patched, target, to
     with Server(*base(pairs.chi_target), *draft, *shape, *tokens, env=patched) as server:
         assert p_value(sample(server, SAMPLES), distribution(target)) > ALPHA
         assert p_value(sample(server, SAMPLES, **FILTERS), distribution(target, **FILTERS)) > ALPHA
+
+
+@pytest.mark.parametrize("tree", ("patched", "stock"))
+def test_each_gap_is_there_and_is_mended(patched, tree):
+    environment = {**os.environ, **(patched if tree == "patched" else {})}
+    command = [sys.executable, "-m", "tests.engine.patched_behaviour"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 6 and set(found.values()) == {tree == "patched"}, found
 
 
 def all_left_out(server) -> bool:
