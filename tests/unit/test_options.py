@@ -114,8 +114,8 @@ CONTENTS = st.one_of(
         st.sampled_from(FORMATS),
         st.dictionaries(st.sampled_from(KEYS), JSON),
     ),
-    st.sampled_from((b"", b"PK\x03\x04", b"\x80\x04", b"[" * 3000, b"9" * 5000, b"\xff\xfe", b'{"format": NaN}')),
 )
+ODD = (b"", b"PK\x03\x04", b"\x80\x04", b"[" * 4000, b"9" * 5000, b"\xff\xfe", b'{"format": NaN}')
 KEY = CostKey("m", "d", "f", "c", "b", 1, 1, 1, "0")
 READERS = {
     "cost table": lambda path: load_table(path, KEY),
@@ -130,8 +130,6 @@ READERS = {
 def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, reader):
     path = tmp_path_factory.mktemp("any") / "file"
 
-    @settings(max_examples=40, deadline=None)
-    @given(CONTENTS)
     def check(content: bytes) -> None:
         path.write_bytes(content)
         try:
@@ -140,7 +138,9 @@ def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, reader):
             assert type(error) in (ValueError, Refusal), repr(error)
             assert "\n" not in str(error) and str(path) in str(error), repr(error)[:1000]
 
-    check()
+    for content in ODD:
+        check(content)
+    settings(max_examples=40, deadline=None)(given(CONTENTS)(check))()
 
 
 def test_a_file_that_is_not_there_is_an_error_that_names_it():
