@@ -4,9 +4,8 @@
 
 No server and no model: the scheduler is driven with made-up drafts and outcomes. Host time is that of this thread, in
 microseconds, the median over turns of steps that go on learning. Launches are the tensor operations between draft and
-verify, each of which is a kernel on a GPU, with the allocation as the one that it is there. Bytes are what those steps
-send to the device and read back from it, where there is one. Not in it: building the ragged rows, which
-depends on the verify, and the plan's broadcast between ranks.
+verify, each of which is a kernel on a GPU, and one for the allocation, which is a kernel there. Bytes are what a step
+would send to a device and read back from it. Not in it: the ragged rows and the plan's broadcast between ranks.
 """
 
 import json

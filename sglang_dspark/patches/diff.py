@@ -8,6 +8,7 @@ patches do: a file that is created would stay behind when pip removes the packag
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -62,9 +63,9 @@ class Patch(NamedTuple):
     files: tuple[FileDiff, ...]
 
 
-def common(states: object) -> State:
+def common(states: Iterable[State]) -> State:
     """The one state that all have; CHANGED where they differ."""
-    found = set(states)  # type: ignore[call-overload]
+    found = set(states)
     return found.pop() if len(found) == 1 else State.CHANGED
 
 

@@ -140,7 +140,7 @@ def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, reader):
 
     for content in ODD:
         check(content)
-    settings(max_examples=40, deadline=None)(given(CONTENTS)(check))()
+    settings(max_examples=15, deadline=None)(given(CONTENTS)(check))()
 
 
 def test_a_file_that_is_not_there_is_an_error_that_names_it():
