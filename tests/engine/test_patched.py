@@ -18,6 +18,7 @@ from tests.sglang_tree import link_tree
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
+FEW = 2000  # that nothing is sampled, or that a filter is left out, shows in a tenth of these
 FILTERS = {"top_k": 6, "top_p": 0.7, "min_p": 0.1, "temperature": 1.3}
 
 
@@ -63,8 +64,8 @@ def test_stock_eagle3_samples_on_a_patched_cpu_engine(pairs, patched, target, to
     shape = ["--speculative-num-steps", "2", "--speculative-eagle-topk", str(topk), "--disable-radix-cache"]
     tokens = ["--speculative-num-draft-tokens", "3" if topk == 1 else "5"]
     with Server(*base(pairs.chi_target), *draft, *shape, *tokens, env=patched) as server:
-        assert p_value(sample(server, SAMPLES), distribution(target)) > ALPHA
-        assert p_value(sample(server, SAMPLES, **FILTERS), distribution(target, **FILTERS)) > ALPHA
+        assert p_value(sample(server, FEW), distribution(target)) > ALPHA
+        assert p_value(sample(server, FEW, **FILTERS), distribution(target, **FILTERS)) > ALPHA
 
 
 @pytest.mark.parametrize("tree", ("patched", "stock"))
