@@ -28,6 +28,7 @@ types: venv
 bench: venv
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.allocate
+	$(BIN)/python -m benchmarks.overhead
 
 bench-serving: venv $(SMOLLM2)/config.json  ## every kind of server at 1 to 32 users: about half an hour, with nothing beside it
 	$(BIN)/python -m benchmarks.serving $(if $(PROMPTS),--prompts $(PROMPTS),--left-out 1)

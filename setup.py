@@ -15,6 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["sglang_dspark", "sglang_dspark.*"]),
+    package_data={"sglang_dspark.patches": ["sglang-*/*.patch"]},
     # Everything else the package imports (torch, triton, numpy, safetensors, transformers, tqdm) comes with SGLang.
     install_requires=[],
     extras_require={"report": ["matplotlib", "rich"]},

@@ -7,11 +7,12 @@ import sys
 
 from sglang_dspark import __version__
 from sglang_dspark.commands.calibrate import add_calibrate
+from sglang_dspark.commands.patch import add_patch
 from sglang_dspark.commands.profile import add_profile
 from sglang_dspark.commands.train import add_train
 
 # Each adds its parser and sets `run` on it; imports of the work stay inside `run`, so that --help is instant.
-SUBCOMMANDS = (add_train, add_profile, add_calibrate)
+SUBCOMMANDS = (add_train, add_profile, add_calibrate, add_patch)
 
 
 def build_parser() -> argparse.ArgumentParser:

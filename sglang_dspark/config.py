@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Literal
 SUPPORTED_SGLANG = "0.5.23"
 MAX_STEPS = 16  # gamma of the allocation kernel, design limit; longer EAGLE chains were never profitable anywhere
 DEFAULT_STEPS = 5  # positions beyond 5 are rarely worth a draft forward; the planner drafts fewer whenever that pays
-
+POLICY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 NAMES = (
     "DSPARK_ALLOW_SGLANG",
@@ -68,12 +69,12 @@ def read_options(environ: Mapping[str, str] = os.environ) -> Options:
         if name.startswith("DSPARK_") and name not in NAMES:
             raise Refusal(f"{name}={environ[name]!r} is not an option of sglang-dspark; it has {', '.join(NAMES)}.")
     policy = environ.get("DSPARK_POLICY") or None
-    if policy is not None and policy.count(":") != 1:
+    if policy is not None and not POLICY.fullmatch(policy):
         raise Refusal(f"DSPARK_POLICY={policy!r} must have the form module:factory.")
     trace, trace_bytes = _trace(environ.get("DSPARK_TRACE"))
     return Options(
         profile_seconds=_seconds(environ.get("DSPARK_PROFILE_SECONDS")),
-        cost_table=_path(environ.get("DSPARK_COST_TABLE")),
+        cost_table=_cost_table(environ.get("DSPARK_COST_TABLE")),
         head=_head(environ.get("DSPARK_CONFIDENCE_HEAD")),
         trace=trace,
         trace_bytes=trace_bytes,
@@ -90,10 +91,23 @@ def allowed_sglang(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("DSPARK_ALLOW_SGLANG") or None
 
 
-def _path(text: str | None) -> Path | None:
+def _path(name: str, text: str, file: str) -> Path:
+    """``file``, part of the variable's ``text``, as a path that the system can look up, whether it is there or not."""
+    path = Path(file)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be read, ...
+        reason = getattr(error, "strerror", None) or error
+        raise Refusal(f"{name}={text!r} cannot be looked up ({reason}); name another file.") from None
+    return path
+
+
+def _cost_table(text: str | None) -> Path | None:
     if not text:
         return None
-    path = Path(text)
+    path = _path("DSPARK_COST_TABLE", text, text)
     if path.is_dir():
         raise Refusal(f"DSPARK_COST_TABLE={text!r} is a folder; name a file.")
     return path
@@ -104,9 +118,10 @@ def _head(text: str | None) -> Path | Literal["off"] | None:
         return None
     if text == "off":
         return "off"
-    if not Path(text).exists():
+    path = _path("DSPARK_CONFIDENCE_HEAD", text, text)
+    if not path.exists():
         raise Refusal(f"DSPARK_CONFIDENCE_HEAD={text!r} is not there; name a file, a draft's folder, or off.")
-    return Path(text)
+    return path
 
 
 def _seconds(text: str | None) -> float | None:
@@ -139,9 +154,9 @@ def _trace(text: str | None) -> tuple[Path | None, int]:
     file, colon, megabytes = text.rpartition(":")
     if not colon:
         file, megabytes = text, str(Options.trace_bytes >> 20)
-    if not (megabytes.isascii() and megabytes.isdigit() and 1 <= int(megabytes) <= 1 << 20):
+    if not (re.fullmatch("[0-9]{1,7}", megabytes) and 1 <= int(megabytes) <= 1 << 20):
         raise Refusal(f"DSPARK_TRACE={text!r} must be FILE or FILE:MEGABYTES, from 1 to 1048576 megabytes.")
-    path = Path(file)
+    path = _path("DSPARK_TRACE", text, file)
     if path.is_dir() or not path.parent.is_dir():
         raise Refusal(f"DSPARK_TRACE={text!r} must name a file in a folder that exists.")
     return path, int(megabytes) << 20

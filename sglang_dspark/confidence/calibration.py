@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.confidence.reliability import BINS, brier, calibration_error
+from sglang_dspark.files import written_whole
 
 FORMAT = "sglang-dspark-calibration/1"
 GRID = np.geomspace(0.2, 5.0, 161)  # steps of 2%, 1 in the middle; a temperature beyond would mean a broken source
@@ -97,11 +98,13 @@ def _best(before: NDArray[np.float64], logits: NDArray[np.floating], survived: N
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Writes JSON, NaN as null."""
+    """Writes JSON, NaN as null; atomically and readable by the owner only."""
     content = asdict(calibration)
     for name in ("ece_before", "ece_after"):
         content[name] = {rule: [None if v != v else v for v in row] for rule, row in content[name].items()}
-    path.write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False)
+    with written_whole(path) as file:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def load_calibration(path: Path, rules: Sequence[str], gamma: int | None = None) -> Calibration:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sglang_dspark.confidence.features import FEATURES
+from sglang_dspark.files import written_whole
 
 # Where a draft's folder carries its head. Not beside the draft's own weights: SGLang loads every *.safetensors there.
 HEAD_FILE = Path("dspark") / "confidence_head.safetensors"
@@ -129,8 +130,10 @@ def _checked(
 
 
 def save_head(path: Path, weight: Tensor, bias: Tensor, hidden: int) -> None:
-    """Write a head as float32: weight [rules, H + E + features] in that order of columns, bias [rules]."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a head as float32: weight [rules, H + E + features] in that order of columns, bias [rules].
+
+    Atomically and readable by the owner only.
+    """
     metadata = {
         "format": FORMAT,
         "rules": json.dumps(HEAD_RULES),
@@ -139,4 +142,5 @@ def save_head(path: Path, weight: Tensor, bias: Tensor, hidden: int) -> None:
         "embedding_size": str(weight.shape[1] - hidden - len(FEATURES)),
     }
     state = {_NAMES["weight"]: weight.float().contiguous(), _NAMES["bias"]: bias.float().contiguous()}
-    save_file(state, path, metadata=metadata)
+    with written_whole(path) as file:
+        save_file(state, file, metadata=metadata)

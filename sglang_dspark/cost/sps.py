@@ -25,7 +25,7 @@ def load_sps_table(path: str | Path, *, tiers: tuple[int, ...] | None = None) ->
             return _additive(content, tiers)
         rates = np.asarray(content["sample_steps_per_sec"], np.float64)
         return _table(content["sample_batch_tokens"], 1.0 / rates, 0.0, tiers)
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
         flag = f"--speculative-dspark-sps-table-path {path}"
         raise ValueError(f"{flag} is not a usable step-cost file: {error!r}.") from error
 

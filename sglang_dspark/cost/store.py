@@ -1,13 +1,12 @@
 """Saves a cost table under the deployment it was measured on, and refuses one that was measured on another."""
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from sglang_dspark.cost.table import CostTable
+from sglang_dspark.files import written_whole
 
 FORMAT = "sglang-dspark-cost/1"
 
@@ -29,20 +28,9 @@ class CostKey:
 
 def save_table(path: str | Path, key: CostKey, table: CostTable) -> None:
     """Writes the table as JSON, atomically and readable by the owner only."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, "key": asdict(key), "table": asdict(table)}, indent=1, allow_nan=False)
-    # mkstemp creates with mode 0600; the name is replaced only once the content is on disk.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written_whole(Path(path)) as file:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def load_table(path: str | Path, key: CostKey) -> CostTable:
@@ -74,7 +62,7 @@ def read_table(path: str | Path) -> tuple[dict[str, Any], CostTable]:
 def _read_object(path: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cost table {path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"Cost table {path} holds a {type(content).__name__} where a JSON object is needed.")

@@ -2,17 +2,24 @@
 
 Each hook calls a function of ours that is tested alone, and passes straight through for any other algorithm. STARTUP
 hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created, so a
-server with another algorithm never sees them.
+server with another algorithm never sees them. A hook that mends a gap of SGLang itself names the patches
+(sglang_dspark/patches) that mend it in the source, and is left out where they are in.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dspark.config import Refusal
+from sglang_dspark.patches import State, states_of_installed
+
+logger = logging.getLogger(__name__)
 
 
 class Hook(NamedTuple):
@@ -25,6 +32,8 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     reason: str
     breaks: str
+    patches: tuple[str, ...] = ()
+    """Patches of SGLang's source that do together what the hook does; none for a feature of ours."""
 
 
 # -- the hooks: three lines each -----------------------------------------------------------------------------------
@@ -131,6 +140,9 @@ SAMPLER = (
     "deterministic"
 )
 
+# The two patches of the verify's sampling: min-p on every device, and everything on CPU.
+SAMPLING = ("01-verify-min-p", "02-cpu-verify-sampling")
+
 STARTUP = (
     Hook(
         "arg_groups.pipeline.run_resolution_pipeline", "server_args", HookType.BEFORE, _resolve,
@@ -168,24 +180,28 @@ WORKER = (
         HookType.AROUND, _extend_metadata,
         "the CPU backend derives uniform rows from draft_token_num and knows no ragged layout",
         "CPU verify would read rows at wrong offsets",
+        ("04-cpu-ragged-verify",),
     ),
     Hook(
         "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", "self, forward_batch",
         HookType.AROUND, _can_run_graph,
         "the captured verify graphs hold uniform rows",
         "a ragged batch would replay a graph of another shape",
+        ("05-ragged-verify-graph",),
     ),
     Hook(
         "speculative.eagle_utils._verify_uses_greedy",
         "is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling", HookType.AROUND, _uses_greedy,
         "SGLang's CPU verify takes the argmax whatever the temperature; ours samples",
         "temperature would be ignored on CPU",
+        SAMPLING,
     ),
     Hook(
         "speculative.spec_utils.fast_sample",
         "probs, num_samples, sampling_seed, positions, draft_step", HookType.AROUND, _draft_sample,
         "the draft's sampler takes its argmax with a device kernel",
         "rejection sampling with sampled drafts would fail on CPU",
+        ("03-cpu-draft-sampling",),
     ),
     Hook(
         "speculative.eagle_utils.eagle_sample",
@@ -193,28 +209,33 @@ WORKER = (
         HookType.AROUND, _sample_verify,
         "the samplers below need the batch's sampling parameters, which SGLang does not hand them",
         "min-p, and on CPU top-k and top-p, would have no values",
+        SAMPLING,
     ),
     Hook(
         "speculative.eagle_utils.tree_speculative_sampling_target_only", SAMPLER, HookType.AROUND,
         _sample_argmax_drafts,
         "SGLang has no sampler for argmax drafts on CPU, and none that knows min-p",
         "sampled requests would fail on CPU; min-p would be ignored on CUDA",
+        SAMPLING,
     ),
     Hook(
         "speculative.eagle_utils.chain_speculative_sampling_triton", f"{SAMPLER}, block_verification", HookType.AROUND,
         _sample_sampled_drafts,
         "SGLang's sampler for sampled drafts is a Triton kernel, and knows no min-p",
         "--speculative-use-rejection-sampling would fail on CPU; min-p would be ignored on CUDA",
+        SAMPLING,
     ),
     Hook(
         "speculative.eagle_utils.top_k_renorm_prob", "", HookType.AROUND, _keep_probs,
         "SGLang has none on CPU; the sampler there filters top-k, top-p and min-p together",
         "top-k would fail on CPU",
+        SAMPLING,
     ),
     Hook(
         "speculative.eagle_utils.top_p_renorm_prob", "", HookType.AROUND, _keep_probs,
         "as for top-k",
         "top-p would fail on CPU",
+        SAMPLING,
     ),
     Hook(
         "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
@@ -232,8 +253,12 @@ WORKER = (
 
 
 def install(hooks: tuple[Hook, ...]) -> None:
-    """Register ``hooks`` with SGLang's own registry and apply them; again is a no-op (the registry remembers)."""
-    for hook in hooks:
+    """Register ``hooks`` with SGLang's own registry and apply them; again is a no-op (the registry remembers).
+
+    Raises:
+        Refusal: of the patches that together stand for a hook only some are in, or they are not those of this version.
+    """
+    for hook in needed(hooks, states_of_installed() if any(hook.patches for hook in hooks) else {}):
         target = f"sglang.srt.{hook.target}"
         if target in HookRegistry._patched:
             continue
@@ -242,6 +267,23 @@ def install(hooks: tuple[Hook, ...]) -> None:
         elif hook.parameters:
             HookRegistry.register(target, hook.function, hook.how)
     HookRegistry.apply_hooks()
+
+
+def needed(hooks: tuple[Hook, ...], patches: Mapping[str, State]) -> list[Hook]:
+    """The hooks without those whose patches are in SGLang's source. Raises as :func:`install`."""
+    left = []
+    for hook in hooks:
+        found = {patches.get(name, State.OUT) for name in hook.patches}
+        if State.CHANGED in found or len(found) > 1:
+            raise Refusal(
+                f"SGLang's source is neither the release nor patched as this package does ({', '.join(hook.patches)}); "
+                "see sglang-dspark patch check, and install SGLang again."
+            )
+        if found != {State.IN}:
+            left.append(hook)
+    if len(left) < len(hooks):
+        logger.info("DSPARK: SGLang is patched; %d of %d hooks are left out.", len(hooks) - len(left), len(hooks))
+    return left
 
 
 def _is_gap(target: str) -> bool:

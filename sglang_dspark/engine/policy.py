@@ -42,6 +42,7 @@ def load_policy(name: str | None, scheduler: StepScheduler) -> Policy:
     module, attribute = name.split(":")
     try:
         factory: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise Refusal(f"DSPARK_POLICY={name!r} cannot be loaded ({error}); unset it or name module:class.") from None
+    except Exception as error:  # whatever the module does as it is imported
+        reason = " ".join(str(error).split())
+        raise Refusal(f"DSPARK_POLICY={name!r} cannot be loaded ({reason}); unset it or name module:class.") from None
     return factory(scheduler)

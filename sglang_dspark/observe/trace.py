@@ -26,6 +26,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def record_type(gamma: int, features: int) -> np.dtype[Any]:
 class TraceWriter:
     """Writes a trace of at most ``limit`` bytes, whole steps only; what comes after is dropped, and said once.
 
-    Not buffered: a server is ended by a signal, and one write a step takes microseconds.
+    Readable by the owner only. Not buffered: a server is ended by a signal, and one write a step takes microseconds.
 
     Raises:
         OSError: the file cannot be written, or another process is writing it (data-parallel replicas share one name).
@@ -63,11 +64,12 @@ class TraceWriter:
         self.type = record_type(gamma, len(features))
         header = {"format": FORMAT, "gamma": gamma, "features": list(features), "rules": list(rules), "limit": limit}
         line = json.dumps(header).encode() + b"\n"
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.truncate(0)
+        os.fchmod(self._file.fileno(), 0o600)  # of a file that was there with another mode
         self._file.write(line)
-        self._left = limit - len(line)
+        self._size, self._left = len(line), limit - len(line)
 
     def write(self, requests: int, **fields: Any) -> None:
         """Adds the records of a step of R requests: a scalar or [R, ...] array for each field of the record."""
@@ -78,7 +80,11 @@ class TraceWriter:
             self._stop("is full")
             return
         try:
-            self._file.write(records.tobytes())
+            if self._file.write(records.tobytes()) != records.nbytes:  # what still fitted on a disk that is now full
+                self._file.truncate(self._size)
+                self._stop("cannot be written (the disk is full)")
+                return
+            self._size += records.nbytes
             self._left -= records.nbytes
         except OSError as error:  # a full disk must not keep the server from learning
             self._stop(f"cannot be written ({error})")
@@ -115,7 +121,7 @@ def read_trace(path: Path) -> Trace:
             header = json.loads(line)
             gamma, features, rules = int(header["gamma"]), tuple(header["features"]), tuple(header["rules"])
             right = header["format"] == FORMAT and gamma > 0 and all(isinstance(n, str) for n in features + rules)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             right = False
         if not right:
             raise ValueError(f"{path} is not a trace of format {FORMAT}; write one with DSPARK_TRACE=FILE.")

@@ -5,7 +5,9 @@ import pkgutil
 
 import pytest
 
-from sglang_dspark.engine.hooks import STARTUP, WORKER
+from sglang_dspark.engine.hooks import STARTUP, WORKER, needed
+from sglang_dspark.patches import State, find_tree, open_tree
+from tests.engine.conftest import refusal
 
 HOOKS = [*STARTUP, *WORKER]
 
@@ -25,3 +27,17 @@ def test_a_hook_is_three_lines_and_says_why(hook):
     lines = [line for line in inspect.getsource(hook.function).splitlines()[1:] if line.strip()]
     assert len(lines) <= 3
     assert hook.reason and hook.breaks
+
+
+def test_a_hook_is_left_out_where_its_patches_are_in_and_only_there():
+    patches = [patch.name for patch in open_tree(find_tree(None)).patches]
+    assert {name for hook in HOOKS for name in hook.patches} <= set(patches)
+    assert needed(WORKER, {}) == needed(WORKER, dict.fromkeys(patches, State.OUT)) == list(WORKER)
+    assert needed(WORKER, dict.fromkeys(patches, State.IN)) == [hook for hook in WORKER if not hook.patches]
+    without = needed(WORKER, {"03-cpu-draft-sampling": State.IN})
+    assert [hook.target for hook in WORKER if hook not in without] == ["speculative.spec_utils.fast_sample"]
+
+
+@pytest.mark.parametrize("state", (State.IN, State.CHANGED))
+def test_a_source_that_is_neither_the_release_nor_patched_is_refused(state):
+    refusal(lambda: needed(WORKER, {"02-cpu-verify-sampling": state}))

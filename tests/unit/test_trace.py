@@ -147,3 +147,21 @@ def test_the_option_names_a_file_and_a_bound(tmp_path):
 def test_a_wrong_option_is_refused(text, tmp_path):
     with pytest.raises(Refusal, match="DSPARK_TRACE="):
         read_options({"DSPARK_TRACE": text.format(tmp_path)})
+
+
+def test_a_disk_that_fills_up_in_mid_step_leaves_whole_steps(tmp_path):
+    out = writer(tmp_path / "t")
+    out.write(4, **step(1))
+    short = out._file
+
+    class Full:
+        def write(self, content):
+            return short.write(content[:100])
+
+        truncate = short.truncate
+
+    out._file = Full()
+    out.write(4, **step(2))
+    out.write(4, **step(3))
+    assert read_trace(tmp_path / "t").records["step"].tolist() == [1] * 4
+    assert (tmp_path / "t").stat().st_size == out._size
