@@ -33,6 +33,7 @@ from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import report_settled, step_metrics
 from sglang_dspark.engine.policy import load_policy
 from sglang_dspark.engine.requests import RequestTable
+from sglang_dspark.engine.sampling import verified_alone
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.engine.step_cost import step_cost
 from sglang_dspark.engine.verify import VerifyTarget, cut_chain, propose_nothing, ragged_rows
@@ -160,6 +161,7 @@ class DSparkWorker(EAGLEWorkerV2):
             lambda: (shown.new_zeros(requests, self.gamma), _full(requests, depth, shown)),
         )
         lens = self.from_first_rank(lens)
+        lens[verified_alone(batch.sampling_info)] = 1
         rows = ragged_rows(lens, depth + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
