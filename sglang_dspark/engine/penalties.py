@@ -1,4 +1,4 @@
-"""Penalties that hold inside a verified run: token j of it is judged as plain decoding would, with the j before it said.
+"""Penalties inside a verified run: token j of it is judged as plain decoding would, with the j before it said.
 
 SGLang 0.5.23's EAGLE verify is relaxed here: it penalises a whole run by what was said before it, and of a run that was
 accepted it counts the last token only. What comes out then depends on how many tokens a step verifies, which must never

@@ -1,7 +1,7 @@
 """Exact sampling in the verify pass: the chain sampler on CPU, and what a request may ask for everywhere.
 
-SGLang 0.5.23's EAGLE verify takes the argmax on CPU whatever the temperature; on every device it ignores min-p and custom
-logit processors, and penalises a run by what was said before it only. Here a CPU verify samples, from the very
+SGLang 0.5.23's EAGLE verify takes the argmax on CPU whatever the temperature; on every device it ignores min-p and
+custom logit processors, and penalises a run by what was said before it only. Here a CPU verify samples, from the very
 distribution that SGLang's plain CPU decoding samples from, and what was asked for counts.
 """
 
@@ -24,8 +24,8 @@ _verifying: ContextVar[Any] = ContextVar("sampling_info of the batch in verify")
 def sample_verify(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang's eagle_sample on logits that a request's own wishes have changed as in plain decoding, and with the batch's
-    sampling parameters within reach of the functions below."""
+    """SGLang's eagle_sample on logits that processors and penalties have changed as in plain decoding, and with the
+    batch's sampling parameters within reach of the functions below."""
     info = batch.sampling_info
     if not batch.forward_mode.is_idle():
         drafts = verify_input.draft_token.view(len(batch.seq_lens), -1)[:, 1:]
@@ -41,8 +41,8 @@ def sample_verify(
 
 
 def verified_alone(info: Any) -> list[int]:
-    """Batch rows whose drafts are not verified: a custom logit processor may look at what its request has said, and knows
-    nothing of a run that is not said yet."""
+    """Batch rows whose drafts are not verified: a custom logit processor may look at what its request has said, and
+    knows nothing of a run that is not said yet."""
     return sorted({row for entry in (info.custom_logit_processor or {}).values() for row in entry.rows})
 
 

@@ -32,11 +32,11 @@ from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import report_settled, step_metrics
 from sglang_dspark.engine.policy import load_policy
-from sglang_dspark.engine.requests import RequestTable
+from sglang_dspark.engine.requests import RequestTable, has_adapters
 from sglang_dspark.engine.sampling import verified_alone
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.engine.step_cost import step_cost
-from sglang_dspark.engine.verify import VerifyTarget, cut_chain, propose_nothing, ragged_rows
+from sglang_dspark.engine.verify import VerifyTarget, cut_chain, end_chains, propose_nothing, ragged_rows
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
@@ -139,7 +139,7 @@ class DSparkWorker(EAGLEWorkerV2):
             # After a step without an extend there is nothing to draft from, whoever plans it.
             self._warm = True
             return self.scheduler.verify_all(len(described.slots), 0)
-        return agreed
+        return even(agreed, len(described.slots)) if has_adapters(batch) else agreed
 
     def _set_depth(self, depth: int) -> None:
         self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
@@ -161,10 +161,15 @@ class DSparkWorker(EAGLEWorkerV2):
             lambda: (shown.new_zeros(requests, self.gamma), _full(requests, depth, shown)),
         )
         lens = self.from_first_rank(lens)
+        even_rows = has_adapters(batch)
+        if even_rows:
+            lens = _full(requests, depth, shown)
         lens[verified_alone(batch.sampling_info)] = 1
-        rows = ragged_rows(lens, depth + 1)
+        rows = None if even_rows else ragged_rows(lens, depth + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
+        elif even_rows and depth:
+            end_chains(batch.spec_info, lens, depth + 1)
         target = VerifyTarget(self.target_worker, rows)
         result = run_eagle_verify(
             batch,
@@ -253,6 +258,12 @@ class DSparkWorker(EAGLEWorkerV2):
                 "requests_free": self.req_to_token_pool.available_size(),
             },
         }
+
+
+def even(plan: Plan, requests: int) -> Plan:
+    """The plan for rows of one length: the same budget for every request, rounded up, and no draft deeper than that."""
+    depth = -(-plan.budget // requests)
+    return plan._replace(depth=depth, budget=depth * requests)
 
 
 def _full(requests: int, depth: int, like: Tensor) -> Tensor:

@@ -56,20 +56,6 @@ def test_a_target_that_is_no_draft_is_refused(resolve, pairs, tmp_path):
     assert "not an EAGLE, EAGLE3, NEXTN or DSpark draft" in refusal(lambda: resolve(draft=other))
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("DSPARK_PROFILE_SECONDS", "soon"),
-        ("DSPARK_PROFILE_SECONDS", "nan"),
-        ("DSPARK_POLICY", "x"),
-        ("DSPARK_TYPO", "1"),
-    ],
-)
-def test_an_environment_option_that_cannot_work_is_refused(resolve, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert name in refusal(resolve)
-
-
 @pytest.mark.parametrize("draft, algorithm", [("eagle3", "EAGLE3"), ("eagle3_full", "EAGLE3"), ("eagle", "EAGLE")])
 def test_each_draft_gets_its_own_algorithm(resolve, pairs, draft, algorithm):
     from sglang.srt.arg_groups.overrides import resolved_view
