@@ -20,6 +20,10 @@ def pairs() -> TinyPairs:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
+    return make_prompts()
+
+
+def make_prompts() -> list[list[int]]:
     """16 token prompts of 1 to 90 tokens; four share a prefix of 40, four another that ends inside a page of 16."""
     random = Random(1)
 
