@@ -29,7 +29,7 @@ BURST = 256
 PATIENCE = 180  # seconds without any answer after which the server hangs; a busy machine answered within 20
 # A pool that 64 requests outgrow once they are admitted freely, so that some are thrown back.
 SMALL = (
-    "--max-running-requests", "64", "--max-total-tokens", "3000", "--schedule-conservativeness", "0.1",
+    "--max-running-requests", "64", "--max-total-tokens", "1000", "--schedule-conservativeness", "0.05",
     "--chunked-prefill-size", "64", "--enable-metrics", "--speculative-num-steps", "4",
     "--enable-custom-logit-processor",
 )  # fmt: skip

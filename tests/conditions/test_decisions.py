@@ -62,7 +62,7 @@ def test_c12_a_budget_that_is_forced_while_there_is_no_table_is_the_one_used():
     assert int(lens.sum()) - 4 == 4 * it.gamma // 2
 
 
-BAD = {"nan": np.nan, "inf": np.inf, "minus inf": -np.inf, "negative": -0.5, "above one": 2.0}
+BAD = {"nan": np.nan, "inf": np.inf, "minus inf": -np.inf, "negative": -0.99, "above one": 2.0}
 
 
 @pytest.mark.parametrize("name", BAD)

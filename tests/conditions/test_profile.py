@@ -19,7 +19,7 @@ TIERS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192)
 
 def staircase(point) -> float:
     if point.kind != "verify":
-        return seconds(point)
+        return seconds(point) / 10  # a draft dear enough to be left out would hide what happens to the curve
     return 0.010 + 2e-6 * point.tokens**2 + 1e-8 * point.kv_tokens
 
 
