@@ -17,6 +17,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
 
@@ -53,7 +54,9 @@ def count_output(batch: Any) -> None:
         rows += [row] * len(new)
         tokens += new
     found = {kind: p for kind, p in orchestrator.penalizers.items() if p.is_prepared()}
-    add_tokens(found, *torch.tensor([rows, tokens], dtype=torch.int64).to(batch.device, non_blocking=True))
+    pinned = is_pin_memory_available(batch.device)  # as SGLang does, so that the copy waits for no forward
+    said = torch.tensor([rows, tokens], dtype=torch.int64, pin_memory=pinned)
+    add_tokens(found, *said.to(batch.device, non_blocking=True))
     batch.dspark_penalties = of_penalizers(found)
 
 
