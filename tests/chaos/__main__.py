@@ -29,7 +29,7 @@ BURST = 256
 PATIENCE = 180  # seconds without any answer after which the server hangs; a busy machine answered within 20
 # A pool that 64 requests outgrow once they are admitted freely, so that some are thrown back.
 SMALL = (
-    "--max-running-requests", "64", "--max-total-tokens", "1000", "--schedule-conservativeness", "0.05",
+    "--max-running-requests", "64", "--max-total-tokens", "1200", "--schedule-conservativeness", "0.05",
     "--chunked-prefill-size", "64", "--enable-metrics", "--speculative-num-steps", "4",
     "--enable-custom-logit-processor",
 )  # fmt: skip
@@ -137,7 +137,8 @@ def run(requests: int, seed: int) -> dict:
         }
         with dspark(pairs.target, pairs.eagle3, *SMALL, env=env) as server:
             before, start = free(server), time.monotonic()
-            with tqdm(total=requests, unit="request", smoothing=0.05, disable=None) as bar:
+            every = 1 if sys.stderr.isatty() else 30
+            with tqdm(total=requests, unit="request", smoothing=0.05, mininterval=every, maxinterval=every) as bar:
                 client = Client(server.url, answers, bar)
                 drained = asyncio.run(bursts(client, requests, seed))
             seconds = time.monotonic() - start
