@@ -164,7 +164,8 @@ class DSparkWorker(EAGLEWorkerV2):
         even_rows = has_adapters(batch)
         if even_rows:
             lens = _full(requests, depth, shown)
-        lens[verified_alone(batch.sampling_info)] = 1
+        if alone := verified_alone(batch.sampling_info):
+            lens[alone] = 1
         rows = None if even_rows else ragged_rows(lens, depth + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
