@@ -7,7 +7,7 @@ PROMPTS ?=
 SMOLLM2 := build/smollm2-135m
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo test test-all lint types bench bench-serving gpu-check venv clean
+.PHONY: demo test test-all test-conditions chaos lint types bench bench-serving gpu-check venv clean
 
 demo: venv $(SMOLLM2)/config.json  ## serve real prompts three ways and compare
 	$(BIN)/python -m examples.demo $(if $(PROMPTS),--prompts $(PROMPTS))
@@ -17,6 +17,12 @@ test: venv lint types  ## everything that runs in under 20 minutes on two cores
 
 test-all: venv lint types  ## also what takes longer: the large chi-square samples, the full kernel comparison
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-conditions: venv  ## what others' users reported of schedulers like this one, a test each
+	$(BIN)/python -m pytest tests/conditions -n 2 --dist loadfile
+
+chaos: venv  ## ten thousand requests of every kind at a server whose scheduler fails, in bursts
+	$(BIN)/python -m tests.chaos
 
 lint: venv
 	$(BIN)/ruff check .

@@ -83,13 +83,13 @@ class Steps:
             lens = it.allocate(plan, confidence)
         tokens = int(lens.sum())
         with parts.part("note"):
-            it.launched(self.batch, plan, shown, confidence, lens, tokens)
-        verified = lens.numpy() - 1
+            sent = it.launched(self.batch, plan, shown, confidence, tokens)
+        verified = lens.numpy().astype(np.int64) - 1
         accepted = np.minimum((self.rng.random(chance.shape) < chance).cumprod(axis=1).sum(axis=1), verified)
         with parts.part("learn"):
+            sent.seconds = plan.step_time
             it.timed(plan, tokens, plan.step_time)
-            settled = it.settle(accepted.astype(np.int64))
-        assert settled is not None
+            settled = it.settle(sent, accepted.astype(np.int64), verified)
         if self.metrics is not None:
             with parts.part("metrics"):
                 self.metrics.planned(plan.mode, plan.depth, plan.budget, False, 1e-4)

@@ -99,6 +99,12 @@ def _sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, 
     return sample_verify(original, verify_input, batch, *args, **kwargs)
 
 
+def _count_output(_: Callable[..., Any], batch: Any) -> None:
+    from sglang_dspark.engine.penalties import count_output
+
+    count_output(batch)
+
+
 def _sample_argmax_drafts(original: Callable[..., Any] | None, **kwargs: Any) -> None:
     from sglang_dspark.engine.sampling import sample_argmax_drafts
 
@@ -207,9 +213,14 @@ WORKER = (
         "speculative.eagle_utils.eagle_sample",
         "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, watermark_state, watermark_full_mask",
         HookType.AROUND, _sample_verify,
-        "the samplers below need the batch's sampling parameters, which SGLang does not hand them",
-        "min-p, and on CPU top-k and top-p, would have no values",
-        SAMPLING,
+        "the samplers below need the batch's sampling parameters, which SGLang does not hand them; its verify knows no "
+        "custom logit processors, and penalises a run only by what was said before it",
+        "min-p, and on CPU top-k and top-p, would have no values; output under penalties would depend on the schedule",
+    ),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "self", HookType.AROUND, _count_output,
+        "SGLang counts one token a step for penalties and min_new_tokens, however many a verify accepted",
+        "output under penalties would depend on the schedule, and min_new_tokens count steps",
     ),
     Hook(
         "speculative.eagle_utils.tree_speculative_sampling_target_only", SAMPLER, HookType.AROUND,

@@ -49,3 +49,8 @@ def is_clean(req: Any) -> bool:
         or params.min_new_tokens
         or req.custom_logit_processor
     )
+
+
+def has_adapters(batch: Any) -> bool:
+    """Whether a request runs under a LoRA adapter: SGLang tells whose token is whose by rows of one length."""
+    return any(req.lora_id is not None for req in batch.reqs)

@@ -56,21 +56,26 @@ def _layout(verify_lens: Tensor, total: int) -> RaggedVerifyLayout:
 
 
 def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
-    """End each request's chain at its verify length, in place, and attach the rows to the verify input.
+    """End each request's chain at its verify length, in place, and attach the rows to the verify input."""
+    verify_input.ragged_verify_layout = rows.layout
+    if rows.kept is None:
+        return
+    end_chains(verify_input, rows.layout.verify_lens, rows.width)
+    verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
+    verify_input.dspark_rows = rows
+
+
+def end_chains(verify_input: Any, verify_lens: Tensor, width: int) -> None:
+    """End each request's chain at its verify length [R], in place.
 
     ``retrieve_next_token`` [R, width] is what the greedy and argmax-draft samplers and the grammar walk; the rule for
     sampled drafts reads draft probabilities, and a zero row there makes it sample from the target, which is what a
     position that was never proposed must do (a residual would be biased).
     """
-    verify_input.ragged_verify_layout = rows.layout
-    if rows.kept is None:
-        return
-    past = torch.arange(1, rows.width + 1, device=rows.kept.device) >= rows.layout.verify_lens[:, None]
+    past = torch.arange(1, width + 1, device=verify_lens.device) >= verify_lens[:, None]
     verify_input.retrieve_next_token = verify_input.retrieve_next_token.masked_fill(past, -1)
     if verify_input.draft_probs is not None:
         verify_input.draft_probs = verify_input.draft_probs.masked_fill(past[:, :-1, None], 0.0)
-    verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
-    verify_input.dspark_rows = rows
 
 
 def propose_nothing(verify_input: Any, requests: int, vocab: int, device: Any) -> None:

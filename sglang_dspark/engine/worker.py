@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from math import nan
 from typing import Any
 
 import numpy as np
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
@@ -31,10 +33,11 @@ from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import report_settled, report_switches, step_metrics
 from sglang_dspark.engine.policy import Policy, load_policy
-from sglang_dspark.engine.requests import RequestTable
+from sglang_dspark.engine.requests import RequestTable, has_adapters
+from sglang_dspark.engine.sampling import verified_alone
 from sglang_dspark.engine.scheduler import Launched, Settled, StepBatch, StepScheduler, spread, tokens_sent
 from sglang_dspark.engine.step_cost import step_cost
-from sglang_dspark.engine.verify import VerifyTarget, cut_chain, propose_nothing, ragged_rows
+from sglang_dspark.engine.verify import VerifyTarget, cut_chain, end_chains, propose_nothing, ragged_rows
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
@@ -143,7 +146,7 @@ class DSparkWorker(EAGLEWorkerV2):
             # After a step without an extend there is nothing to draft from, whoever plans it.
             self._warm = True
             return self.scheduler.verify_all(len(described.slots), 0)
-        return agreed
+        return even(agreed, len(described.slots)) if has_adapters(batch) else agreed
 
     def _set_depth(self, depth: int) -> None:
         self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
@@ -165,9 +168,19 @@ class DSparkWorker(EAGLEWorkerV2):
             lambda: (shown.new_zeros(requests, self.gamma), spread(plan, requests, shown.device)),
         )
         lens = self.agreement.lengths(lens)
-        rows = ragged_rows(lens, depth + 1, self._tokens(plan, lens), self.gamma + 1)
+        alone = verified_alone(batch.sampling_info)
+        even_rows = has_adapters(batch)
+        if even_rows:
+            lens = _full(requests, depth, lens)
+            rows = ragged_rows(lens, depth + 1, requests * (depth + 1), self.gamma + 1)
+        if alone:
+            lens = lens.index_fill(0, torch.tensor(alone, device=lens.device), 1)
+        if not even_rows:
+            rows = ragged_rows(lens, depth + 1, self._tokens(plan, lens, exact=bool(alone)), self.gamma + 1)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
+        if even_rows and depth:
+            end_chains(batch.spec_info, lens, depth + 1)
         target = VerifyTarget(self.target_worker, rows)
         result = run_eagle_verify(
             batch,
@@ -198,9 +211,10 @@ class DSparkWorker(EAGLEWorkerV2):
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
         return confidence, self.policy.allocate(plan, confidence, draft)
 
-    def _tokens(self, plan: Plan, lens: Tensor) -> int:
-        """sum(lens), without a look at the device wherever the scheduler's own allocation made them."""
-        if lens.is_cpu or type(self.policy).allocate is not Policy.allocate:
+    def _tokens(self, plan: Plan, lens: Tensor, exact: bool) -> int:
+        """sum(lens), without a look at the device wherever the scheduler's own allocation made them, and nothing else
+        changed them (`exact`)."""
+        if lens.is_cpu or exact or type(self.policy).allocate is not Policy.allocate:
             return int(lens.sum())
         return tokens_sent(plan, len(lens))
 
@@ -256,3 +270,16 @@ class DSparkWorker(EAGLEWorkerV2):
                 "requests_free": self.req_to_token_pool.available_size(),
             },
         }
+
+
+def even(plan: Plan, requests: int) -> Plan:
+    """The plan for rows of one length: the same budget for every request, rounded up, and no draft deeper than that.
+
+    It predicts nothing, as what it costs is not what was planned.
+    """
+    depth = -(-plan.budget // requests)
+    return plan._replace(depth=depth, budget=depth * requests, tau=nan, step_time=nan, theta=nan)
+
+
+def _full(requests: int, depth: int, like: Tensor) -> Tensor:
+    return torch.full((requests,), depth + 1, dtype=torch.int32, device=like.device)

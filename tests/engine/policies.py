@@ -79,3 +79,10 @@ class Off(Policy):
         super().plan(batch, first_shown)
         self.scheduler.warm = False
         return self.scheduler.verify_all(len(batch.slots), 0)
+
+
+class Half(Policy):
+    """Forces half of what is drafted, whatever anything costs."""
+
+    def plan(self, batch, first_shown):
+        return self.scheduler.verify_all(len(batch.slots))._replace(budget=len(batch.slots) * self.scheduler.gamma // 2)

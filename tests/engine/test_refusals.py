@@ -58,22 +58,6 @@ def test_a_target_that_is_no_draft_is_refused(resolve, pairs, tmp_path):
     assert "not an EAGLE, EAGLE3, NEXTN or DSpark draft" in refusal(lambda: resolve(draft=other))
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("DSPARK_PROFILE_SECONDS", "soon"),
-        ("DSPARK_PROFILE_SECONDS", "nan"),
-        ("DSPARK_POLICY", "x"),
-        ("DSPARK_CPU_OVERLAP", "yes"),
-        ("DSPARK_CPU_OVERLAP", "1"),  # without TRITON_INTERPRET=1
-        ("DSPARK_TYPO", "1"),
-    ],
-)
-def test_an_environment_option_that_cannot_work_is_refused(resolve, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert name in refusal(resolve)
-
-
 @pytest.mark.parametrize("asked", (False, True))
 def test_a_cpu_server_overlaps_steps_only_where_it_is_asked_to(resolve, monkeypatch, asked):
     from sglang.srt.arg_groups.overrides import resolved_view

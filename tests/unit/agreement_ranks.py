@@ -1,5 +1,6 @@
-"""What each of the two processes of tests/unit/test_agreement.py does: ranks over gloo, without a server."""
+"""Two ranks over gloo, without a server: two processes, and what each of them does."""
 
+import multiprocessing
 import zlib
 from types import SimpleNamespace
 
@@ -91,3 +92,18 @@ def fall_behind(rank, file, what, answer):
                 agreement.lengths(torch.full((3,), 2, dtype=torch.int32))
     except OutOfStep as error:
         answer(str(error))
+
+
+def ranks(tmp_path, work, wanted, *args):
+    """What the wanted ranks of two answer, in their order. A rank whose partner has failed may never answer."""
+    context = multiprocessing.get_context("fork")  # torch is loaded here already
+    ends = [context.Pipe(duplex=False) for _ in range(2)]
+    file = tmp_path / "rendezvous"
+    both = [context.Process(target=work, args=(r, str(file), *args, ends[r][1].send), daemon=True) for r in range(2)]
+    for rank in both:
+        rank.start()
+    try:
+        return [ends[r][0].recv() for r in wanted if ends[r][0].poll(240)]
+    finally:
+        for rank in both:
+            rank.kill()

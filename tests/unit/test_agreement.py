@@ -1,15 +1,13 @@
 """Ranks that were started differently are refused, and what one decides all do: two processes, no server."""
 
-import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from sglang_dspark.config import Refusal
 from sglang_dspark.engine.agreement import Agreement, OutOfStep, contents, refuse_differences
-from tests.unit.agreement_ranks import batch_of, decide, fall_behind, scheduler
+from tests.unit.agreement_ranks import batch_of, fall_behind, ranks, scheduler
 
 ALIKE = {"version": "1", "num_steps": 4, "profile_seconds": 10.0, "cost_table": None}
 
@@ -17,39 +15,6 @@ ALIKE = {"version": "1", "num_steps": 4, "profile_seconds": 10.0, "cost_table": 
 def test_ranks_that_were_started_alike_pass():
     refuse_differences([ALIKE, dict(ALIKE), dict(ALIKE)])
     refuse_differences([ALIKE])
-
-
-@pytest.mark.parametrize("name", [*ALIKE, "unknown to the others"])
-@pytest.mark.parametrize("rank", (1, 2))
-def test_any_setting_on_any_rank_that_differs_is_named(name, rank):
-    settings = [dict(ALIKE) for _ in range(3)]
-    settings[rank][name] = "another"
-    with pytest.raises(Refusal) as refused:
-        refuse_differences(settings)
-    sentence = str(refused.value)
-    assert f"rank {rank} was started with {name} 'another'" in sentence and sentence.endswith(".")
-
-
-def ranks(tmp_path, work, wanted, *args):
-    """What the wanted ranks of two answer, in their order. A rank whose partner has failed may never answer."""
-    context = multiprocessing.get_context("fork")  # torch is loaded here already
-    ends = [context.Pipe(duplex=False) for _ in range(2)]
-    file = tmp_path / "rendezvous"
-    both = [context.Process(target=work, args=(r, str(file), *args, ends[r][1].send), daemon=True) for r in range(2)]
-    for rank in both:
-        rank.start()
-    try:
-        return [ends[r][0].recv() for r in wanted if ends[r][0].poll(240)]
-    finally:
-        for rank in both:
-            rank.kill()
-
-
-@pytest.mark.parametrize("steps", (1_000, pytest.param(10_000, marks=pytest.mark.long)))
-def test_two_ranks_decide_alike_with_confidences_an_ulp_apart(tmp_path, steps):
-    (first, *_), (second, plans, lengths) = ranks(tmp_path, decide, (0, 1), steps)
-    assert first == second
-    assert plans > steps / 100 and lengths > steps / 10  # each on its own would have decided otherwise
 
 
 @pytest.mark.parametrize(

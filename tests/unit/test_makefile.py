@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TARGETS = ("demo", "test", "test-all", "test-conditions", "chaos", "bench", "bench-serving")
 THEIRS = ("venv", "pip", "pytest")
 
 
 def commands():
     """(module, arguments) of every `python -m` that any target runs, its prerequisites rebuilt."""
     dry = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo", "test", "test-all", "bench", "bench-serving", "PROMPTS=p.jsonl"],
+        ["make", "--dry-run", "--always-make", *TARGETS, "PROMPTS=p.jsonl"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     for line in dry.splitlines():
@@ -28,7 +29,7 @@ def commands():
 
 def test_the_makefile_gives_each_module_arguments_that_it_takes():
     ours = {module: arguments for module, arguments in commands() if module not in THEIRS}
-    assert {"examples.demo", "examples.smollm2.convert", "benchmarks.plan"} <= set(ours)
+    assert {"examples.demo", "examples.smollm2.convert", "benchmarks.plan", "tests.chaos"} <= set(ours)
     for name, arguments in ours.items():
         module = importlib.import_module(name)
         if arguments:

@@ -110,15 +110,15 @@ def test_curve_of_the_step_cost(slots, gamma):
 @each_source
 def test_a_step_whose_outcome_is_not_known(slots, gamma, source):
     scheduler = StepScheduler(slots, gamma, Estimator(slots, gamma, source))
-    before = held(scheduler)
     plan = scheduler.verify_all(slots)
     columns = len(source.shown)
     shown, confidence = torch.zeros(slots, gamma, columns), torch.zeros(slots, gamma)
-    lens = torch.full((slots,), gamma + 1, dtype=torch.int32)
-    scheduler.launched(batch(slots), plan, shown, confidence, lens, slots * (gamma + 1))
+    before = held(scheduler)
+    sent = scheduler.launched(batch(slots), plan, shown, confidence, slots * (gamma + 1))
     bound = stated("a step whose", S=slots, G=gamma, C=columns)
-    assert 0.6 * bound <= held(scheduler) - before <= bound
-    scheduler.settle(np.zeros(slots, np.int64))
+    assert 0.6 * bound <= held(sent) + held(scheduler) - before <= bound
+    scheduler.settle(sent, np.zeros(slots, np.int64), np.full(slots, gamma))
+    del sent
     assert held(scheduler) - before < 0.1 * bound
 
 

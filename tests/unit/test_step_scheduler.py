@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_dspark.cost import CostModel, CostTable
-from sglang_dspark.engine.scheduler import PROBE_STEPS, StepBatch, StepScheduler, spread, tokens_sent
+from sglang_dspark.engine.scheduler import StepBatch, StepScheduler, spread, tokens_sent
 from sglang_dspark.schedule import Plan
 from tests.unit.closed_loop import shown_at
 
@@ -53,16 +53,6 @@ def test_cheap_tokens_and_good_drafts_are_all_verified():
     assert plan.depth == GAMMA and lens.tolist() == [1 + GAMMA] * 3
 
 
-def test_drafts_that_never_survive_end_in_a_rest_and_are_tried_again():
-    it = scheduler(draft_ms=2.0, token_ms=1.0)
-    plans = [step(it, 0.5, lambda n: 0)[0] for _ in range(1000)]
-    assert plans[100].depth == 0
-    assert 1 <= sum(plan.depth > 0 for plan in plans[100:]) < 20
-    assert it.info()["rest_steps"] > 700
-    back = [step(it, 0.5, lambda n: n)[0] for _ in range(4 * PROBE_STEPS)]
-    assert back[-1].depth > 0
-
-
 def test_a_slots_next_request_starts_from_the_prior():
     it = scheduler()
     step(it, 0.05, lambda n: 0, batch(generation=1))
@@ -79,15 +69,6 @@ def test_greedy_and_sampled_requests_are_learnt_apart():
         step(it, 0.7, lambda n: 0, batch(rule=1))
     greedy, sampled = (it.confidence(shown_at(0.7, 1, 1), batch(1, 2, rule))[0, 0] for rule in (0, 1))
     assert greedy > 0.8 and sampled < 0.3
-
-
-def test_requests_under_grammar_or_penalties_do_not_move_the_pool():
-    it = scheduler()
-    odd = batch()._replace(clean=np.zeros(3, bool))
-    before = it.estimator.coefficients.copy(), it.priors[0].values().copy()
-    for _ in range(20):
-        step(it, 0.7, lambda n: 0, odd)
-    assert np.array_equal(before[0], it.estimator.coefficients) and np.array_equal(before[1], it.priors[0].values())
 
 
 def test_counters_add_up():
