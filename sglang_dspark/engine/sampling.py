@@ -26,6 +26,15 @@ def sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, *
         _verifying.reset(token)
 
 
+def accept_drafts(original: Callable[..., Any], *, sampling_info: Any, **kwargs: Any) -> Any:
+    """SGLang's accept_draft_tokens of block drafts, as sample_verify."""
+    token = _verifying.set(sampling_info)
+    try:
+        return original(sampling_info=sampling_info, **kwargs)
+    finally:
+        _verifying.reset(token)
+
+
 def sample_argmax_drafts(original: Callable[..., Any] | None, **kwargs: Any) -> None:
     """SGLang's tree_speculative_sampling_target_only for chains; ``original`` is None where SGLang has none (CPU)."""
     _sample(original, kwargs, draft=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
 
 logger = logging.getLogger(__name__)
+Profile = Callable[[Any, float], tuple[CostTable | None, dict[str, Any]]]
 
 
 def check_files(options: Options, sps_path: str | None, key: CostKey) -> None:
@@ -43,9 +45,11 @@ def read_files(options: Options, sps_path: str | None, key: CostKey) -> CostTabl
 
 
 def step_cost(
-    worker: Any, options: Options, sps_path: str | None, key: CostKey
+    worker: Any, options: Options, sps_path: str | None, key: CostKey, profile: Profile | None = None
 ) -> tuple[CostModel | None, dict[str, Any]]:
     """The cost model of a server that is about to serve, and a report of where it comes from.
+
+    profile: measures it in so many seconds; None: that of EAGLE drafts.
 
     Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
     """
@@ -57,11 +61,9 @@ def step_cost(
     measured: CostTable | None = None
     report: dict[str, Any] = {"source": "none"}
     if options.profile_seconds > 0:
-        from sglang_dspark.engine.profile import profile
-
         fallback = (None, report)
         measured, report = worker.faults.run(
-            "profile", lambda: profile(worker, options.profile_seconds), lambda: fallback
+            "profile", lambda: (profile or _profile())(worker, options.profile_seconds), lambda: fallback
         )
     if known:
         # SGLang's file prices the target forward only; what drafting costs comes from the profile.
@@ -72,6 +74,12 @@ def step_cost(
         worker.faults.run("cost table", lambda: save_table(path, key, measured), lambda: None)
         logger.info("DSPARK: step cost written to %s; the next start reads it.", path)
     return _model(measured, worker), report
+
+
+def _profile() -> Profile:
+    from sglang_dspark.engine.profile import profile
+
+    return profile
 
 
 def _model(table: CostTable | None, worker: Any) -> CostModel | None:
