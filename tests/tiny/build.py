@@ -149,7 +149,7 @@ def build_chi(pairs: TinyPairs) -> None:
     texts = own_texts(target, rows[:64, :4], 44)
     fit_draft(draft, target, texts, depth=3, steps=80, batch=4, rate=2e-2)
     dspark = DSpark(shape, gamma=3, rank=8)
-    fit_dspark(dspark, target, texts, steps=80, batch=4, rate=2e-2)
+    fit_dspark(dspark, target, texts, steps=40, batch=4, rate=2e-2)
     checkpoint.save_target(target, pairs.chi_target, end)
     save_tokenizer(tokenizer, pairs.chi_target)
     checkpoint.save_eagle3(draft, shape, pairs.chi_eagle3, end)
