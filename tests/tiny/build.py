@@ -52,8 +52,9 @@ class TinyPairs:
     """Folders of the built models.
 
     target: LlamaForCausalLM that speaks tests.tiny.language; eagle3 (reduced draft vocabulary), eagle3_full (the whole
-    vocabulary), eagle and dspark (a block of 5 with a confidence head) are its drafts. nextn: the same target as MiMoForCausalLM with an MTP layer inside.
-    chi_target, chi_eagle3, chi_dspark (a block of 3): 16 tokens, smooth next-token distribution, for counting sequences.
+    vocabulary), eagle and dspark (a block of 5 with a confidence head) are its drafts. nextn: the same target as
+    MiMoForCausalLM with an MTP layer inside. chi_target, chi_eagle3, chi_dspark (a block of 3): 16 tokens, smooth
+    next-token distribution, for counting sequences.
     misfit_vocab, misfit_hidden: EAGLE3 drafts that do not fit `target`.
     """
 

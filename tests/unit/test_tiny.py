@@ -166,7 +166,7 @@ def test_chi_pair_can_be_counted(pairs: TinyPairs):
             assert 0.15 < goal.gather(-1, q.argmax(-1, keepdim=True)).mean() < 0.7
 
 
-def test_blocks_are_accepted_now_and_then_and_their_confidence_tells_when(pairs: TinyPairs, target: Llama, greedy: Tensor):
+def test_blocks_are_accepted_at_times_and_their_confidence_tells_when(pairs: TinyPairs, target: Llama, greedy: Tensor):
     draft = load_dspark(pairs.dspark)
     anchors = torch.arange(PROMPT, greedy.shape[1] - draft.gamma)
     tokens, confidence = draft_blocks(draft, target, greedy, anchors)

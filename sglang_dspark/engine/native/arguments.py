@@ -16,8 +16,8 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, resolving_view
 from sglang.srt.environ import envs
 
-from sglang_dspark.config import MAX_STEPS, read_options
 from sglang_dspark.confidence import NATIVE
+from sglang_dspark.config import MAX_STEPS, read_options
 from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.step_cost import check_files

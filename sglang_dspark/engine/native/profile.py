@@ -50,9 +50,7 @@ def _block(point: Point) -> Point:
 
 def _verify(worker: Any, point: Point) -> Callable[[], None]:
     runner, device, width = worker.model_runner, worker.device, worker.gamma + 1
-    lens = build_capture_verify_lens(
-        num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width
-    )
+    lens = build_capture_verify_lens(num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width)
     tiers = [t for t in ragged_capture_num_tokens(model_runner=runner) or () if t >= point.tokens]
     layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=device, grid=tiers or [point.tokens])
     positions = torch.full((point.tokens,), point.context, dtype=torch.long, device=device)

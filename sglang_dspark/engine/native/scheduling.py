@@ -28,6 +28,7 @@ from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
+from sglang_dspark.schedule.budget import Mode
 
 
 class _Sent(NamedTuple):
@@ -86,7 +87,8 @@ class NativeScheduling:
         self._tokens = self._shown.new_zeros(requests, 0, dtype=torch.long)
         self._lens = torch.ones(requests, dtype=torch.int32)
         plan, planned = self.plan, time.perf_counter() - start
-        self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, not plan.depth, planned))
+        rests = not (plan.depth or self.scheduler.warm)
+        self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, rests, planned))
 
     def drafted(self, logits: Tensor, tokens: Tensor) -> None:
         """The step's draft: logits of the confidence head, known before a token was drawn, and tokens, [R, gamma]."""
@@ -125,9 +127,7 @@ class NativeScheduling:
     def sent(self, tokens: int, seconds: float | None) -> None:
         """The step is under way. tokens: given to the target. seconds: it took; None where the host cannot tell yet."""
         assert self._batch is not None
-        self._waiting.append(
-            _Sent(self._batch, self.plan, self._shown, self._confidence, self._lens, tokens, seconds)
-        )
+        self._waiting.append(_Sent(self._batch, self.plan, self._shown, self._confidence, self._lens, tokens, seconds))
 
     # -- its outcome -----------------------------------------------------------------------------------------------
 
@@ -177,5 +177,5 @@ def block_plan(plan: Plan, requests: int, gamma: int, forced: float | None = Non
         return Plan(gamma, budget, "scheduled", nothing_known, nothing_known, nothing_known)
     if not plan.depth or not plan.budget:
         return plan._replace(depth=0, budget=0, mode="no_draft")
-    mode = "verify_all" if plan.budget >= everything else "scheduled"
+    mode: Mode = "verify_all" if plan.budget >= everything else "scheduled"
     return plan._replace(depth=gamma, budget=min(plan.budget, everything), mode=mode)

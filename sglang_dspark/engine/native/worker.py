@@ -65,7 +65,7 @@ class NativeWorker(DSparkWorkerV2):
         slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
         start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, NATIVE, self.gamma)
         scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, NATIVE, start))
-        scheduler.trace = self.faults.run("trace", lambda: self._open_trace(), lambda: None)
+        scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
         metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
         if metrics is not None:
             self.faults.watch = metrics.fault
@@ -119,7 +119,8 @@ class NativeWorker(DSparkWorkerV2):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by SGLang once a step's acceptance is on the host."""
-        seconds = None if self.device == "cpu" else self._clock.arrives(time.perf_counter())
+        on_host = str(self.device).startswith("cpu")
+        seconds = None if on_host else self._clock.arrives(time.perf_counter())
         self.scheduling.outcome(np.asarray(num_correct_drafts_per_req, np.int64), seconds)
 
     # -- tensor parallel: one rank decides -------------------------------------------------------------------------
