@@ -153,12 +153,6 @@ def _native_accept(original: Callable[..., Any], **kwargs: Any) -> Any:
     return accept_drafts(original, **kwargs)
 
 
-def _native_target_probs(original: Callable[..., Any], **kwargs: Any) -> Any:
-    from sglang_dspark.engine.native.cpu import target_probs
-
-    return target_probs(original, **kwargs)
-
-
 def _native_cost_table(table: Any, **kwargs: Any) -> Any:
     from sglang_dspark.engine.native.planner import without_table
 
@@ -299,20 +293,13 @@ NATIVE = (
         "candidates, target_logits, draft_block, sampling_info, draft_input, gamma, verify_num_draft_tokens, "
         "cutoff_layout, fused_argmax, block_verification, rejection_noise", HookType.AROUND, _native_accept,
         "the chain sampler below needs the batch's sampling parameters, which SGLang does not hand it",
-        "min-p, and on CPU top-k and top-p, would have no values",
+        "min-p, and on CPU top-k and top-p, would have no values, or be applied twice",
     ),
     Hook(
         "sglang.kernels.ops.speculative.dspark.dspark_accept.chain_speculative_sampling_triton",
         f"{SAMPLER}, block_verification", HookType.AROUND, _sample_sampled_drafts,
         "SGLang's sampler for sampled drafts is a Triton kernel, and knows no min-p",
         "sampled requests would fail on CPU; min-p would be ignored on CUDA",
-    ),
-    Hook(
-        "speculative.dflash_utils.build_speculative_verify_target_probs",
-        "next_token_logits, sampling_info, draft_token_num, bs, max_top_k, uniform_top_k_value, use_sparse_topk",
-        HookType.AROUND, _native_target_probs,
-        "SGLang filters top-k first and top-p on what is left; its plain CPU sampler both on the whole",
-        "top-p beside top-k would sample from another distribution than plain decoding on a CPU",
     ),
     Hook(
         "speculative.dspark_components.dspark_planner.build_sps_cost_table", "verify_num_draft_tokens",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.runtime_context import attention_backends, get_spec
 from torch import Tensor
 
@@ -33,18 +32,3 @@ def extend_metadata(original: Callable[..., Any], backend: Any, forward_batch: A
     if spec_info is not None and not hasattr(spec_info, "tree_topk"):
         spec_info.tree_topk = 1
     return ragged_extend_metadata(forward_batch) or original(backend, forward_batch)
-
-
-def target_probs(
-    original: Callable[..., Tensor], *, next_token_logits: Tensor, sampling_info: Any, draft_token_num: int, bs: int,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """build_speculative_verify_target_probs: [R, W, V] float32. On CPU without top-k and top-p, which the chain sampler
-    there applies as SGLang's plain CPU sampler does (engine.sampling.filter_cpu)."""
-    if not next_token_logits.is_cpu:
-        return original(
-            next_token_logits=next_token_logits, sampling_info=sampling_info, draft_token_num=draft_token_num, bs=bs,
-            **kwargs,
-        )  # fmt: skip
-    logits = next_token_logits.view(bs, draft_token_num, -1).float()
-    return torch.softmax(logits / sampling_info.temperatures.view(-1, 1, 1), dim=-1)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.kernels.ops.speculative.dspark.dspark_schedule import compute_sort_survival
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_schedule
 from sglang.srt.speculative.dspark_components.dspark_planner import DSparkVerifyPlanner, VerifyBudgetDecision
 from sglang.srt.speculative.dspark_components.dspark_sps import SpsCostTable, is_uninitialized_sps_table
 from sglang.srt.speculative.dspark_components.dspark_sts import DSparkStsCalibration
@@ -56,9 +59,26 @@ class NativePlanner(DSparkVerifyPlanner):
         self.scheduling.verifies(None if layout is None else layout.verify_lens)
         return layout
 
-    def _schedule_verify_lens(self, *, device: Any, budget: int | None, **_: Any) -> Tensor:
+    def _schedule_verify_lens(
+        self, *, device: Any, budget: int | None, confidence: Tensor | None, **where: Tensor
+    ) -> Tensor:
         lens = self.scheduling.lens(budget).to(device=device, dtype=torch.int32)
-        return self._tp_sync.sync(SpecTpSyncSite.DSPARK_PLAN, lens)
+        self._tp_sync.sync(SpecTpSyncSite.DSPARK_PLAN, lens)
+        if envs.SGLANG_DSPARK_DEBUG_CONFIDENCE_PREFIX_SCHEDULER.get() and confidence is not None:
+            survival = compute_sort_survival(confidence)
+            self._log_verify_lens_decision(budget=budget, sort_survival=survival, verify_lens=lens, **where)
+        return lens
+
+
+def history_lag() -> int:
+    """How many steps old the confidence is that plans are made from, as the history counts them.
+
+    An outcome comes one step later with overlap; where the user asks SGLang for more (2 is its default), it is more.
+    """
+    lag = envs.SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS
+    if not lag.is_set():
+        return 1
+    return max(int(lag.get()) - int(not get_schedule().disable_overlap_schedule), 1)
 
 
 def without_table(table: Any) -> Any:

@@ -91,8 +91,11 @@ class NativeScheduling:
         self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, rests, planned))
 
     def drafted(self, logits: Tensor, tokens: Tensor) -> None:
-        """The step's draft: logits of the confidence head, known before a token was drawn, and tokens, [R, gamma]."""
-        self._shown, self._tokens = logits.float()[..., None], tokens
+        """The step's draft: logits of the confidence head, known before a token was drawn, and tokens, [R, gamma].
+
+        The logits are copied: out of a captured draft graph they lie in storage that the next step writes again.
+        """
+        self._shown, self._tokens = logits.to(torch.float32, copy=True)[..., None], tokens
 
     def lens(self, budget: int | None) -> Tensor:
         """verify_lens [R] int32: the budget (the plan's; None too) split by the newest confidence.

@@ -31,7 +31,7 @@ from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import step_metrics
 from sglang_dspark.engine.native.clock import StepClock
-from sglang_dspark.engine.native.planner import NativePlanner
+from sglang_dspark.engine.native.planner import NativePlanner, history_lag
 from sglang_dspark.engine.native.profile import profile
 from sglang_dspark.engine.native.scheduling import NativeScheduling
 from sglang_dspark.engine.policy import load_policy
@@ -40,7 +40,7 @@ from sglang_dspark.engine.scheduler import StepScheduler
 from sglang_dspark.engine.step_cost import step_cost
 from sglang_dspark.engine.verify import VerifyTarget
 from sglang_dspark.observe import TraceWriter
-from sglang_dspark.schedule import Plan
+from sglang_dspark.schedule import ConfidenceHistory, Plan
 
 
 class NativeWorker(DSparkWorkerV2):
@@ -65,6 +65,7 @@ class NativeWorker(DSparkWorkerV2):
         slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
         start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, NATIVE, self.gamma)
         scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, NATIVE, start))
+        scheduler.history = ConfidenceHistory(slots, self.gamma, history_lag())
         scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
         metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
         if metrics is not None:
