@@ -143,7 +143,7 @@ def test_a_forced_budget_is_used_without_sglangs_table(steep, prompts, expected)
 
 def set_state(server, **state):
     reply = requests.post(f"{server.url}/set_internal_state", json={"server_args": state}, timeout=60)
-    assert reply.status_code == 200 and reply.json() is True, reply.text
+    assert reply.status_code == 200 and reply.json() == [True], reply.text
 
 
 # -- what takes minutes --------------------------------------------------------------------------------------------

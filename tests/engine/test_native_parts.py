@@ -18,6 +18,7 @@ from sglang_dspark.engine.native.scheduling import NativeScheduling, block_plan
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.schedule import Plan
+from tests.engine.conftest import refusal
 
 GAMMA = 4
 
@@ -287,3 +288,12 @@ def test_the_block_size_given_is_the_one_drafted(resolve, pairs, mode):
 
     args = resolve("--speculative-dspark-block-size", "3", draft=pairs.dspark)
     assert resolved_view(args).speculative_num_draft_tokens == 4
+
+
+def test_files_that_cannot_be_used_are_refused(resolve, pairs, mode, tmp_path, monkeypatch):
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{")
+    for flag in ("--speculative-dspark-sps-table-path", "--speculative-dspark-confidence-sts-path"):
+        assert str(damaged) in refusal(lambda flag=flag: resolve(flag, str(damaged), draft=pairs.dspark))
+    monkeypatch.setenv("DSPARK_CONFIDENCE_HEAD", "off")
+    assert "leave it out" in refusal(lambda: resolve(draft=pairs.dspark))

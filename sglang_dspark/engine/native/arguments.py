@@ -17,7 +17,7 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_
 from sglang.srt.environ import envs
 
 from sglang_dspark.confidence import NATIVE
-from sglang_dspark.config import MAX_STEPS, read_options
+from sglang_dspark.config import MAX_STEPS, Refusal, read_options
 from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.step_cost import check_files
@@ -44,7 +44,8 @@ def handle_dspark(original: Callable[[Any], None], server_args: Any) -> None:
     """SGLang's _handle_dspark, with the verify mode chosen before and our files checked after it.
 
     Raises:
-        Refusal: a step cost or calibration that is damaged or was made for something else.
+        Refusal: a confidence head beside the draft's own; a step cost or calibration that is damaged or was made for
+            something else.
     """
     choose_mode(server_args)
     if resolving_view(server_args).device == "cpu":
@@ -57,6 +58,11 @@ def handle_dspark(original: Callable[[Any], None], server_args: Any) -> None:
         logger.info("DSPARK: SGLang schedules this native draft itself, because %s.", why)
         return
     cfg, options = resolved_view(server_args), read_options()
+    if options.head is not None:
+        raise Refusal(
+            f"DSPARK_CONFIDENCE_HEAD={options.head} is for EAGLE drafts, and {cfg.speculative_draft_model_path} has a "
+            "head of its own; leave it out."
+        )
     check_files(options, cfg.speculative_dspark_sps_table_path, cost_key(cfg, model_config_of(server_args)))
     temperatures(cfg.speculative_dspark_confidence_sts_path, NATIVE, cfg.speculative_num_draft_tokens - 1)
 
