@@ -1,8 +1,9 @@
 """The one table of hooks into SGLang 0.5.23: where, why, and what breaks if SGLang changes there.
 
 Each hook calls a function of ours that is tested alone, and passes straight through for any other algorithm. STARTUP
-hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created, and
-NATIVE hooks only where a native DSpark draft is served, so a server with another algorithm never sees them.
+hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created,
+NATIVE ones where it is that for native DSpark drafts, NATIVE_GAPS wherever SGLang serves such a draft: a server with
+another algorithm never sees them.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ def _native_worker(server_args: Any) -> type | None:
 
     if not asks_for_dspark(server_args):
         return None
-    install(NATIVE)
     from sglang_dspark.engine.native.arguments import why_sglangs_own
+
+    install(NATIVE_GAPS)
+    if why_sglangs_own(server_args):
+        return None
+    install(NATIVE)
     from sglang_dspark.engine.native.worker import NativeWorker
 
-    return None if why_sglangs_own(server_args) else NativeWorker
+    return NativeWorker
 
 
 def _handle_dspark(original: Callable[..., Any], server_args: Any) -> None:
@@ -270,7 +275,7 @@ WORKER = (
     ),
 )  # fmt: skip
 
-NATIVE = (
+NATIVE_GAPS = (
     Hook(
         "speculative.draft_worker_common.resolve_draft_worker_attention_backend", "algo_label", HookType.AROUND,
         _native_draft_backend,
@@ -301,6 +306,9 @@ NATIVE = (
         "SGLang's sampler for sampled drafts is a Triton kernel, and knows no min-p",
         "sampled requests would fail on CPU; min-p would be ignored on CUDA",
     ),
+)  # fmt: skip
+
+NATIVE = (
     Hook(
         "speculative.dspark_components.dspark_planner.build_sps_cost_table", "verify_num_draft_tokens",
         HookType.AFTER, _native_cost_table,

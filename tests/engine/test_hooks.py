@@ -5,9 +5,9 @@ import pkgutil
 
 import pytest
 
-from sglang_dspark.engine.hooks import NATIVE, STARTUP, WORKER, whole_path
+from sglang_dspark.engine.hooks import NATIVE, NATIVE_GAPS, STARTUP, WORKER, whole_path
 
-HOOKS = [*STARTUP, *WORKER, *NATIVE]
+HOOKS = [*STARTUP, *WORKER, *NATIVE_GAPS, *NATIVE]
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
