@@ -15,6 +15,7 @@ from sglang_dspark.engine.native import arguments
 from sglang_dspark.engine.native.clock import StepClock
 from sglang_dspark.engine.native.planner import NativePlanner, calibration_for_sglang, without_table
 from sglang_dspark.engine.native.scheduling import NativeScheduling, block_plan
+from sglang_dspark.engine.native.worker import NativeWorker
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.schedule import Plan
@@ -168,6 +169,39 @@ def test_sglang_asks_no_rank_local_relay_for_the_budget():
     assert planner.confidence_budget_prepare() is None
     assert planner.resolve_verify_token_budget(confidence=None) == planner.scheduling.plan.budget
     assert planner._budget_planner.last_decision.budget == planner.scheduling.plan.budget
+
+
+def test_a_step_planned_without_a_draft_runs_none():
+    worker = NativeWorker.__new__(NativeWorker)
+    worker.gamma, worker.scheduling = GAMMA, scheduling(token_ms=100.0)
+    worker.scheduling.begin(2)
+    worker.propose = lambda **_: pytest.fail("the draft ran")
+    anchors = SimpleNamespace(bonus_tokens=torch.tensor([5, 7]))
+    made = worker._draft_or_not(draft_input=anchors, sampling_info=None)
+    assert made.draft_block.draft_tokens.tolist() == [[5] * GAMMA, [7] * GAMMA]
+    assert made.draft_block.greedy_draft and made.confidence is None and not made.folded
+    assert worker.scheduling.lens(0).tolist() == [1, 1]
+
+
+def test_what_the_draft_showed_outlives_the_storage_of_a_captured_graph():
+    it = scheduling()
+    it.begin(2)
+    storage = torch.ones(2, GAMMA)
+    it.drafted(storage, torch.zeros(2, GAMMA, dtype=torch.long))
+    storage.zero_()  # the next replay
+    assert it._shown[..., 0].tolist() == [[1.0] * GAMMA] * 2
+
+
+@pytest.mark.parametrize(
+    "asked, overlap, lag", [(None, True, 1), (2, True, 1), (4, True, 3), (3, False, 3), (1, True, 1)]
+)
+def test_the_users_lag_is_kept(monkeypatch, asked, overlap, lag):
+    from sglang_dspark.engine.native import planner
+
+    name = "SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS"
+    monkeypatch.delenv(name, raising=False) if asked is None else monkeypatch.setenv(name, str(asked))
+    monkeypatch.setattr(planner, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=not overlap))
+    assert planner.history_lag() == lag
 
 
 def test_a_block_is_priced_once_and_by_requests():
