@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_dspark.confidence import NATIVE, Estimator
 from sglang_dspark.cost import CostModel, CostTable, profile_grid
@@ -307,12 +309,15 @@ def test_what_cannot_verify_ragged_rows_stays_static(resolve, pairs, mode):
     assert not mode.is_set() and "LoRA" in arguments.why_static(args)
 
 
-def test_a_draft_without_a_confidence_head_stays_static(resolve, pairs, mode, tmp_path):
-    import shutil
-
+@pytest.mark.parametrize("missing", ("in the config", "in the weights"))
+def test_a_draft_without_a_confidence_head_stays_static(resolve, pairs, mode, tmp_path, missing):
     copy = shutil.copytree(pairs.dspark, tmp_path / "draft")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "enable_confidence_head": False}))
+    if missing == "in the config":
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, "enable_confidence_head": False}))
+    else:
+        weights = load_file(copy / "model.safetensors")
+        save_file({n: w for n, w in weights.items() if "confidence" not in n}, copy / "model.safetensors")
     args = resolve(draft=copy)
     assert not mode.is_set() and "confidence head" in arguments.why_static(args)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from safetensors import safe_open
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, resolving_view
 from sglang.srt.environ import envs
@@ -125,12 +127,26 @@ def _first(*reasons: tuple[Any, str]) -> str | None:
 
 
 def _has_confidence_head(cfg: Any) -> bool:
+    """Whether the draft's config and, where it is a folder, its weights have one; SGLang looks at the weights when it
+    loads them, and then it is too late for another verify mode."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    path = cfg.speculative_draft_model_path or cfg.model_path
-    revision = cfg.speculative_draft_model_revision if cfg.speculative_draft_model_path else cfg.revision
+    path = cfg.speculative_draft_model_path
+    revision = cfg.speculative_draft_model_revision if path else cfg.revision
+    bundled = speculative_hook._target_checkpoint_dspark_subfolder(cfg.model_path, cfg.revision, cfg.download_dir)
+    path = path or bundled or cfg.model_path
     config = get_config(path, trust_remote_code=cfg.trust_remote_code, revision=revision)
-    return bool(getattr(config, "enable_confidence_head", True))
+    names = _weight_names(Path(path)) or ["confidence"]
+    return bool(getattr(config, "enable_confidence_head", True)) and any("confidence" in name for name in names)
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """Names of the weights in a folder's safetensors files; none where it has no such files."""
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            names += weights.keys()
+    return names
 
 
 class _SaysCuda:
