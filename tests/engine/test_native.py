@@ -130,13 +130,12 @@ def test_what_was_accepted_corrects_the_confidence(steep):
 
 
 def test_a_forced_budget_is_used_without_sglangs_table(steep, prompts, expected):
-    set_state(steep, dspark_force_budget_frac=0.4)
-    output, grew = grown(steep, lambda: greedy(steep, prompts))
-    assert output == expected
-    assert grew["verified"] == 2 * grew["requests"]  # of 5 positions, all requests together
-    set_state(steep, dspark_force_budget_frac=None)
-    _, grew = grown(steep, lambda: greedy(steep, prompts[:2]))
-    assert grew["verified"] != 2 * grew["requests"]
+    """Last on its server: SGLang's endpoint sets the share but does not take it back."""
+    for share, each in ((0.4, 2), (1.0, GAMMA)):
+        set_state(steep, dspark_force_budget_frac=share)
+        output, grew = grown(steep, lambda: greedy(steep, prompts))
+        assert output == expected
+        assert grew["verified"] == each * grew["requests"]  # of 5 positions, all requests together
 
 
 def set_state(server, **state):
