@@ -4,12 +4,13 @@ from sglang_dspark.confidence.calibration import Calibration, load_calibration
 from sglang_dspark.confidence.estimator import Estimator, Rows
 from sglang_dspark.confidence.features import FEATURES, draft_features
 from sglang_dspark.confidence.prior import PositionPrior
-from sglang_dspark.confidence.source import HEAD, HEADLESS, RULES, Source, source_of
+from sglang_dspark.confidence.source import HEAD, HEADLESS, NATIVE, RULES, Source, source_of
 
 __all__ = [
     "FEATURES",
     "HEAD",
     "HEADLESS",
+    "NATIVE",
     "RULES",
     "Calibration",
     "Estimator",

@@ -55,6 +55,7 @@ class Source(NamedTuple):
 
 
 def _of_features(shown: Tensor, recent: Tensor, rule: Tensor) -> Tensor:
+    """What is shown is the evidence."""
     return _with_recent(shown.clamp(-MOST, MOST), recent)
 
 
@@ -93,6 +94,9 @@ HEAD = Source(
     high=np.array([6.0, 3.0, 3.0]),
 )
 
+# A native DSpark draft's own head: one logit for both rules. Its calibration files are those of heads, as SGLang's are.
+NATIVE = HEAD._replace(shown=("head",), evidence=_of_features)
+
 
 def source_of(shown: tuple[str, ...]) -> Source:
     """The source that keeps these of each position, as a trace names them.
@@ -100,7 +104,7 @@ def source_of(shown: tuple[str, ...]) -> Source:
     Raises:
         ValueError: none does.
     """
-    for source in (HEADLESS, HEAD):
+    for source in (HEADLESS, HEAD, NATIVE):
         if source.shown == shown:
             return source
     raise ValueError(f"no source of confidence shows {', '.join(shown)}; record the trace with this version.")

@@ -1,9 +1,10 @@
 """The one table of hooks into SGLang 0.5.23: where, why, and what breaks if SGLang changes there.
 
 Each hook calls a function of ours that is tested alone, and passes straight through for any other algorithm. STARTUP
-hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created, so a
-server with another algorithm never sees them. A hook that mends a gap of SGLang itself names the patches
-(sglang_dspark/patches) that mend it in the source, and is left out where they are in.
+hooks stand in every process that loads the plugin; WORKER hooks are installed only where our worker is created,
+NATIVE ones where it is that for native DSpark drafts, NATIVE_GAPS wherever SGLang serves such a draft: a server with
+another algorithm never sees them. A hook that mends a gap of SGLang itself names the patches (sglang_dspark/patches)
+that mend it in the source, and is left out where they are in.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 class Hook(NamedTuple):
     target: str
-    """Dotted path inside ``sglang.srt``."""
+    """Dotted path inside ``sglang.srt``, or a whole one where it begins with ``sglang.`` or ``torch.``."""
     parameters: str
     """The target's parameter names in SGLang 0.5.23; a test compares them with the installed ones. Empty: the hook only
-    fills the name where SGLang leaves it None, and is not installed elsewhere."""
+    fills the name where SGLang leaves it None, and is not installed elsewhere; torch's own have no names either."""
     how: HookType
     function: Callable[..., Any]
     reason: str
@@ -61,7 +62,7 @@ def _disable_overlap(original: Callable[..., Any], server_args: Any) -> None:
 def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     from sglang_dspark.engine.server_args import is_ours
 
-    return _our_worker() if is_ours(server_args) else original(algorithm, server_args)
+    return _our_worker() if is_ours(server_args) else _native_worker(server_args) or original(algorithm, server_args)
 
 
 def _our_worker() -> type:
@@ -69,6 +70,28 @@ def _our_worker() -> type:
 
     install(WORKER)
     return DSparkWorker
+
+
+def _native_worker(server_args: Any) -> type | None:
+    from sglang_dspark.engine.server_args import asks_for_dspark
+
+    if not asks_for_dspark(server_args):
+        return None
+    from sglang_dspark.engine.native.arguments import why_sglangs_own
+
+    install(NATIVE_GAPS)
+    if why_sglangs_own(server_args):
+        return None
+    install(NATIVE)
+    from sglang_dspark.engine.native.worker import NativeWorker
+
+    return NativeWorker
+
+
+def _handle_dspark(original: Callable[..., Any], server_args: Any) -> None:
+    from sglang_dspark.engine.native.arguments import handle_dspark
+
+    handle_dspark(original, server_args)
 
 
 def _prepare_for_verify(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any, worker: Any) -> Any:
@@ -139,6 +162,48 @@ def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
     DSparkWorker.add_info(internal_state.scheduler.draft_worker, state)
 
 
+def _native_draft_backend(original: Callable[..., str], **kwargs: Any) -> str:
+    from sglang_dspark.engine.native.cpu import draft_backend
+
+    return draft_backend(original, **kwargs)
+
+
+def _record_stream(original: Callable[..., None], tensor: Any, stream: Any) -> None:
+    from sglang_dspark.engine.native.cpu import record_stream
+
+    record_stream(original, tensor, stream)
+
+
+def _native_extend_metadata(original: Callable[..., Any], backend: Any, forward_batch: Any) -> Any:
+    from sglang_dspark.engine.native.cpu import extend_metadata
+
+    return extend_metadata(original, backend, forward_batch)
+
+
+def _native_accept(original: Callable[..., Any], **kwargs: Any) -> Any:
+    from sglang_dspark.engine.sampling import accept_drafts
+
+    return accept_drafts(original, **kwargs)
+
+
+def _native_cost_table(table: Any, **kwargs: Any) -> Any:
+    from sglang_dspark.engine.native.planner import without_table
+
+    return without_table(table)
+
+
+def _native_calibration(original: Callable[..., Any], path: str) -> Any:
+    from sglang_dspark.engine.native.planner import calibration_for_sglang
+
+    return calibration_for_sglang(original, path)
+
+
+def _native_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
+    from sglang_dspark.engine.native.worker import NativeWorker
+
+    NativeWorker.add_info(internal_state.scheduler.draft_worker, state)
+
+
 # Keyword arguments that both chain samplers of SGLang take.
 SAMPLER = (
     "predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, "
@@ -165,6 +230,11 @@ STARTUP = (
         _disable_overlap,
         "SGLang turns the overlap schedule off for speculative decoding on CPU; with DSPARK_CPU_OVERLAP ours runs it",
         "the overlap schedule could not be tested without a GPU",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._handle_dspark", "server_args", HookType.AROUND, _handle_dspark,
+        "for native drafts: ragged verify by default, a CPU passes the device gate, our files are checked",
+        "native drafts would verify everything, as SGLang's default does, and be refused on a CPU",
     ),
     Hook(
         "speculative.spec_info.SpeculativeAlgorithm.create_worker", "self, server_args", HookType.AROUND,
@@ -262,6 +332,65 @@ WORKER = (
     ),
 )  # fmt: skip
 
+NATIVE_GAPS = (
+    Hook(
+        "speculative.draft_worker_common.resolve_draft_worker_attention_backend", "algo_label", HookType.AROUND,
+        _native_draft_backend,
+        "SGLang's list of backends for block drafts has none for a CPU",
+        "the draft would be given flashinfer on a CPU, and not start",
+        ("09-dspark-cpu",),
+    ),
+    Hook(
+        "torch.Tensor.record_stream", "", HookType.AROUND, _record_stream,
+        "SGLang's DSPARK records a stream on the lengths, which CPU tensors refuse",
+        "the first decode step on a CPU would fail",
+        ("09-dspark-cpu",),
+    ),
+    Hook(
+        "layers.attention.intel_amx_backend.IntelAMXAttnBackend._build_extend_metadata", "self, forward_batch",
+        HookType.AROUND, _native_extend_metadata,
+        "the CPU backend asks a block draft for tree_topk, and knows no ragged layout",
+        "drafting, and verifying rows of different length, would fail on a CPU",
+        ("04-cpu-ragged-verify", "09-dspark-cpu"),
+    ),
+    Hook(
+        "speculative.dspark_components.dspark_verify.accept_draft_tokens",
+        "candidates, target_logits, draft_block, sampling_info, draft_input, gamma, verify_num_draft_tokens, "
+        "cutoff_layout, fused_argmax, block_verification, rejection_noise", HookType.AROUND, _native_accept,
+        "the chain sampler below needs the batch's sampling parameters, which SGLang does not hand it",
+        "min-p, and on CPU top-k and top-p, would have no values, or be applied twice",
+        SAMPLING,
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.dspark.dspark_accept.chain_speculative_sampling_triton",
+        f"{SAMPLER}, block_verification", HookType.AROUND, _sample_sampled_drafts,
+        "SGLang's sampler for sampled drafts is a Triton kernel, and knows no min-p",
+        "sampled requests would fail on CPU; min-p would be ignored on CUDA",
+        SAMPLING,
+    ),
+)  # fmt: skip
+
+NATIVE = (
+    Hook(
+        "speculative.dspark_components.dspark_planner.build_sps_cost_table", "verify_num_draft_tokens",
+        HookType.AFTER, _native_cost_table,
+        "SGLang's planner without a user's file verifies everything, and asks for a file in its log",
+        "native drafts without an offline cost file would never be scheduled",
+    ),
+    Hook(
+        "speculative.dspark_components.dspark_planner.load_sts_calibration_from_path", "path", HookType.AROUND,
+        _native_calibration,
+        "SGLang's flag for a calibration also takes the files of sglang-dspark calibrate, which it cannot read",
+        "a server with such a file would not start",
+    ),
+    Hook(
+        "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
+        HookType.AFTER, _native_info,
+        "show plan and counters in the server's info endpoint",
+        "the counters would be missing from /server_info",
+    ),
+)  # fmt: skip
+
 
 def install(hooks: tuple[Hook, ...]) -> None:
     """Register ``hooks`` with SGLang's own registry and apply them; again is a no-op (the registry remembers).
@@ -270,12 +399,12 @@ def install(hooks: tuple[Hook, ...]) -> None:
         Refusal: of the patches that together stand for a hook only some are in, or they are not those of this version.
     """
     for hook in needed(hooks, states_of_installed() if any(hook.patches for hook in hooks) else {}):
-        target = f"sglang.srt.{hook.target}"
+        target = whole_path(hook.target)
         if target in HookRegistry._patched:
             continue
         if _is_gap(target):
             _fill(target, hook)
-        elif hook.parameters:
+        elif hook.parameters or target.startswith("torch."):
             HookRegistry.register(target, hook.function, hook.how)
     HookRegistry.apply_hooks()
 
@@ -295,6 +424,11 @@ def needed(hooks: tuple[Hook, ...], patches: Mapping[str, State]) -> list[Hook]:
     if len(left) < len(hooks):
         logger.info("DSPARK: SGLang is patched; %d of %d hooks are left out.", len(hooks) - len(left), len(hooks))
     return left
+
+
+def whole_path(target: str) -> str:
+    """The dotted path of a hook's target."""
+    return target if target.startswith(("sglang.", "torch.")) else f"sglang.srt.{target}"
 
 
 def _is_gap(target: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -50,13 +50,26 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
         contexts=[min(c, runner.model_config.context_len - gamma - 2) for c in CONTEXTS],
         max_kv_tokens=worker.token_to_kv_pool_allocator.size,
     )
+    samples = measure(worker, grid, _RUNS, start, limit)
+    worker.draft_worker.set_depth(gamma)
+    return conclude(samples, grid, start, limit, fit_table)
+
+
+def measure(
+    worker: Any, grid: list[Point], runs: Mapping[str, Callable[[Any, Point], Callable[[], None]]], start: float,
+    limit: float,
+) -> list[Sample]:  # fmt: skip
+    """Time the grid's points, REPEATS times each, until ``limit`` seconds after ``start``.
+
+    runs: for each kind of point, what makes the forward to be timed.
+    """
     samples: list[Sample] = []
     warmed: set[str] = set()
     with torch.no_grad():
         for point in grid:
             if _over(worker, start, limit):
                 break
-            run = _RUNS[point.kind](worker, point)
+            run = runs[point.kind](worker, point)
             if point.kind not in warmed:  # first calls allocate and pick kernels
                 warmed.add(point.kind)
                 run()
@@ -69,15 +82,20 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
                 samples.append(
                     Sample(point.kind, point.requests, point.tokens, point.kv_tokens, time.perf_counter() - before)
                 )
-    worker.draft_worker.set_depth(gamma)
+    return samples
+
+
+def conclude(
+    samples: list[Sample], grid: list[Point], start: float, limit: float, fit: Callable[[list[Sample]], CostTable]
+) -> tuple[CostTable | None, dict[str, Any]]:
+    """The table that ``fit`` makes of the samples, and the report: see :func:`profile`."""
     seconds = time.perf_counter() - start
-    verified = [s for s in samples if s.kind == "verify"]
     report: dict[str, Any] = {"source": "profile", "seconds": round(seconds, 3), "samples": len(samples)}
     report["points"] = f"{len({s[:4] for s in samples})} of {len(grid)}"
-    if not verified:
+    if not any(sample.kind == "verify" for sample in samples):
         logger.warning("DSPARK: no forward fitted into DSPARK_PROFILE_SECONDS=%s; verifying everything.", limit)
         return None, report
-    table = fit_table(samples)
+    table = fit(samples)
     report["table"] = table.summary()
     _log(report)
     return table, report
@@ -134,7 +152,7 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
     runner = worker.target_worker.model_runner
 
     def run() -> None:
-        batch = _batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, positions)
+        batch = dummy_batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, positions)
         worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
 
     return run
@@ -158,7 +176,7 @@ def _draft(worker: Any, point: Point) -> Callable[[], None]:
         positions = torch.full((requests,), point.context, dtype=torch.long, device=device)
         slots = torch.zeros(requests * point.depth, dtype=torch.long, device=device)
         tokens = torch.zeros(requests, dtype=torch.long, device=device)
-        batch = _batch(worker, draft.draft_runner, ForwardMode.DECODE, point, info, tokens, positions, slots)
+        batch = dummy_batch(worker, draft.draft_runner, ForwardMode.DECODE, point, info, tokens, positions, slots)
         # With sampled drafts the draft loop asks; greedy rows of a mixed batch take the same time as sampled ones.
         batch.sampling_info = SimpleNamespace(is_all_greedy=True)
         with _draft_contexts(draft):
@@ -184,7 +202,7 @@ def _extend(worker: Any, point: Point) -> Callable[[], None]:
 
     def run() -> None:
         tokens = torch.zeros(requests * width, dtype=torch.long, device=device)
-        batch = _batch(worker, draft.draft_runner, ForwardMode.DRAFT_EXTEND_V2, point, info, tokens, positions)
+        batch = dummy_batch(worker, draft.draft_runner, ForwardMode.DRAFT_EXTEND_V2, point, info, tokens, positions)
         batch.seq_lens = batch.seq_lens + width
         batch.seq_lens_cpu = batch.seq_lens_cpu + width
         batch.extend_num_tokens = requests * width
@@ -219,10 +237,11 @@ def _draft_contexts(draft: Any) -> ExitStack:
     return stack
 
 
-def _batch(
+def dummy_batch(
     worker: Any, runner: Any, mode: ForwardMode, point: Point, info: Any, tokens: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor | None = None,
 ) -> ForwardBatch:  # fmt: skip
+    """A forward of ``runner`` over slots that no request holds, which writes to the padding slot of the KV pool."""
     device, requests = worker.device, point.requests
     lens = torch.full((requests,), point.context, dtype=torch.int64, device=device)
     batch = ForwardBatch(

@@ -46,6 +46,31 @@ def verified_alone(info: Any) -> list[int]:
     return sorted({row for entry in (info.custom_logit_processor or {}).values() for row in entry.rows})
 
 
+def accept_drafts(original: Callable[..., Any], *, sampling_info: Any, **kwargs: Any) -> Any:
+    """SGLang's accept_draft_tokens of block drafts, as sample_verify.
+
+    On CPU it is told of no top-k and top-p, which the sampler below applies as SGLang's plain CPU sampler does.
+    """
+    token = _verifying.set(sampling_info)
+    cpu = kwargs["target_logits"].is_cpu and sampling_info is not None
+    try:
+        return original(sampling_info=_Unfiltered(sampling_info) if cpu else sampling_info, **kwargs)
+    finally:
+        _verifying.reset(token)
+
+
+class _Unfiltered:
+    """Sampling parameters without top-k and top-p."""
+
+    need_top_k_sampling = need_top_p_sampling = False
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
 def sample_argmax_drafts(original: Callable[..., Any] | None, **kwargs: Any) -> None:
     """SGLang's tree_speculative_sampling_target_only for chains; ``original`` is None where SGLang has none (CPU)."""
     _sample(original, kwargs, draft=None)

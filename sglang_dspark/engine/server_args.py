@@ -25,6 +25,7 @@ from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.confidence_head import check_head, find_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
+from sglang_dspark.engine.native.arguments import forget_mode
 from sglang_dspark.engine.step_cost import check_files
 
 logger = logging.getLogger(__name__)
@@ -59,13 +60,16 @@ def resolve(server_args: Any) -> None:
     Raises:
         Refusal: one sentence with flag, value and remedy.
     """
+    forget_mode()
     if not asks_for_dspark(server_args):
         return
     cfg = resolving_view(server_args)
     kind, path = _draft(cfg)
-    if kind is DraftKind.DSPARK:
-        return
     read_options()  # a wrong option is refused here, before weights load
+    if kind is DraftKind.DSPARK:
+        if cfg.device == "cpu":
+            declare_resolution(server_args, SOURCE, **_cpu_backends(cfg))
+        return  # the rest is SGLang's own, and native.arguments.handle_dspark around it
     _refuse_unsupported(cfg)
     steps = _steps(cfg)
     chosen = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
 
 logger = logging.getLogger(__name__)
+Profile = Callable[[Any, float], tuple[CostTable | None, dict[str, Any]]]
 
 # The profile's time unless a limit is given: what it takes to measure a small model, and what nobody notices of the
 # start of a large one.
@@ -53,9 +55,11 @@ def read_files(options: Options, sps_path: str | None, key: CostKey) -> CostTabl
 
 
 def step_cost(
-    worker: Any, options: Options, sps_path: str | None, key: CostKey
+    worker: Any, options: Options, sps_path: str | None, key: CostKey, profile: Profile | None = None
 ) -> tuple[CostModel | None, dict[str, Any]]:
     """The cost model of a server that is about to serve, and a report of where it comes from.
+
+    profile: measures it in so many seconds; None: that of EAGLE drafts.
 
     Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
     """
@@ -69,10 +73,10 @@ def step_cost(
     started = time.time() - psutil.Process().create_time()
     limit = profile_limit(options.profile_seconds, started)
     if limit > 0:
-        from sglang_dspark.engine.profile import profile
-
         fallback = (None, report)
-        measured, report = worker.faults.run("profile", lambda: profile(worker, limit), lambda: fallback)
+        measured, report = worker.faults.run(
+            "profile", lambda: (profile or _profile())(worker, limit), lambda: fallback
+        )
         taken = report.get("seconds", 0.0)
         report["share_of_start"] = round(taken / (started + taken), 3)
     if known:
@@ -84,6 +88,12 @@ def step_cost(
         worker.faults.run("cost table", lambda: save_table(path, key, measured), lambda: None)
         logger.info("DSPARK: step cost written to %s; the next start reads it.", path)
     return _model(measured, worker), report
+
+
+def _profile() -> Profile:
+    from sglang_dspark.engine.profile import profile
+
+    return profile
 
 
 def _model(table: CostTable | None, worker: Any) -> CostModel | None:

@@ -5,16 +5,16 @@ import pkgutil
 
 import pytest
 
-from sglang_dspark.engine.hooks import STARTUP, WORKER, needed
+from sglang_dspark.engine.hooks import NATIVE, NATIVE_GAPS, STARTUP, WORKER, needed, whole_path
 from sglang_dspark.patches import State, find_tree, open_tree
 from tests.engine.conftest import refusal
 
-HOOKS = [*STARTUP, *WORKER]
+HOOKS = [*STARTUP, *WORKER, *NATIVE_GAPS, *NATIVE]
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
 def test_a_hooks_target_is_what_it_was_written_for(hook):
-    place, name = f"sglang.srt.{hook.target}".rsplit(".", 1)
+    place, name = whole_path(hook.target).rsplit(".", 1)
     target = getattr(pkgutil.resolve_name(place), name)
     if target is None or not hook.parameters:
         return  # a name that SGLang leaves empty on some platforms

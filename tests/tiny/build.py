@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.tiny import checkpoint
 from tests.tiny.drafts import Eagle, Eagle3, Mtp
+from tests.tiny.dspark import DSpark, fit_dspark
 from tests.tiny.fit import fit_draft, fit_target
 from tests.tiny.language import Language, closing_sentence, document, make_language
 from tests.tiny.model import Llama, Shape, generate
@@ -51,8 +52,9 @@ class TinyPairs:
     """Folders of the built models.
 
     target: LlamaForCausalLM that speaks tests.tiny.language; eagle3 (reduced draft vocabulary), eagle3_full (the whole
-    vocabulary) and eagle are its drafts. nextn: the same target as MiMoForCausalLM with an MTP layer inside.
-    chi_target, chi_eagle3: 16 tokens, smooth next-token distribution, for counting sequences.
+    vocabulary), eagle and dspark (a block of 5 with a confidence head) are its drafts. nextn: the same target as
+    MiMoForCausalLM with an MTP layer inside. chi_target, chi_eagle3, chi_dspark (a block of 3): 16 tokens, smooth
+    next-token distribution, for counting sequences.
     misfit_vocab, misfit_hidden: EAGLE3 drafts that do not fit `target`.
     """
 
@@ -60,9 +62,11 @@ class TinyPairs:
     eagle3: Path
     eagle3_full: Path
     eagle: Path
+    dspark: Path
     nextn: Path
     chi_target: Path
     chi_eagle3: Path
+    chi_dspark: Path
     misfit_vocab: Path
     misfit_hidden: Path
 
@@ -114,6 +118,8 @@ def build_talking(pairs: TinyPairs) -> None:
     fit_draft(eagle, target, texts, depth=3, steps=70, batch=6, rate=1e-2)
     mtp = Mtp(shape)
     fit_draft(mtp, target, texts, depth=3, steps=70, batch=6, rate=1e-2)
+    dspark = DSpark(shape, gamma=5)
+    fit_dspark(dspark, target, texts, steps=150, batch=4, rate=2e-2)
 
     checkpoint.save_target(target, pairs.target, end)
     checkpoint.save_nextn(target, mtp, pairs.nextn, end)
@@ -121,6 +127,7 @@ def build_talking(pairs: TinyPairs) -> None:
     checkpoint.save_eagle3(eagle3, shape, pairs.eagle3, end, kept)
     checkpoint.save_eagle3(eagle3, shape, pairs.eagle3_full, end)
     checkpoint.save_eagle(eagle, shape, pairs.eagle, end)
+    checkpoint.save_dspark(dspark, shape, pairs.dspark, end)
     other_vocab = Shape(shape.vocab + 64, hidden=64, intermediate=128)
     checkpoint.save_eagle3(Eagle3(other_vocab), other_vocab, pairs.misfit_vocab, end)
     other_hidden = Shape(shape.vocab, hidden=96, intermediate=128)
@@ -140,10 +147,14 @@ def build_chi(pairs: TinyPairs) -> None:
     rows = markov_rows(len(CHI_LETTERS), 256, 48, generator) + shape.vocab - len(CHI_LETTERS)
     fit_target(target, rows, torch.ones_like(rows, dtype=torch.bool), steps=80, batch=16, rate=1e-2)
     draft = Eagle3(shape)
-    fit_draft(draft, target, own_texts(target, rows[:64, :4], 44), depth=3, steps=80, batch=4, rate=2e-2)
+    texts = own_texts(target, rows[:64, :4], 44)
+    fit_draft(draft, target, texts, depth=3, steps=80, batch=4, rate=2e-2)
+    dspark = DSpark(shape, gamma=3, rank=8)
+    fit_dspark(dspark, target, texts, steps=40, batch=4, rate=2e-2)
     checkpoint.save_target(target, pairs.chi_target, end)
     save_tokenizer(tokenizer, pairs.chi_target)
     checkpoint.save_eagle3(draft, shape, pairs.chi_eagle3, end)
+    checkpoint.save_dspark(dspark, shape, pairs.chi_dspark, end)
 
 
 def talking_rows(language: Language, rng: Random, count: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.tiny.drafts import Eagle, Eagle3, Mtp
+from tests.tiny.dspark import MASK, DSpark
 from tests.tiny.model import NORM_EPS, ROPE_THETA, Llama, Shape
 
 AUX_LAYERS = [0, 1, 2]  # SGLang captures the stream that enters layer id + 1, so the last id stays below layers - 1
@@ -85,6 +86,33 @@ def save_eagle3(draft: Eagle3, shape: Shape, folder: Path, end: int, kept: Tenso
 def save_eagle(draft: Eagle, shape: Shape, folder: Path, end: int) -> None:
     """A LlamaForCausalLMEagle checkpoint; embedding and head come from the target."""
     _write(folder, _config("LlamaForCausalLMEagle", shape, end, num_hidden_layers=1), draft.state_dict())
+
+
+def save_dspark(draft: DSpark, shape: Shape, folder: Path, end: int) -> None:
+    """A Qwen3DSparkModel checkpoint; embedding and head come from the target."""
+    config = _config(
+        "Qwen3DSparkModel",
+        shape,
+        end,
+        model_type="qwen3",
+        num_hidden_layers=1,
+        num_target_layers=shape.layers,
+        target_layer_ids=AUX_LAYERS,
+        block_size=draft.gamma,
+        mask_token_id=MASK,
+        markov_rank=draft.rank,
+        markov_head_type="vanilla",
+        enable_confidence_head=True,
+    )
+    _write(folder, config, draft.state_dict())
+
+
+def load_dspark(folder: Path) -> DSpark:
+    """The draft of a checkpoint that save_dspark wrote."""
+    shape, config, weights = _read(folder)
+    draft = DSpark(shape, config["block_size"], config["markov_rank"])
+    draft.load_state_dict(weights)
+    return draft
 
 
 def save_nextn(target: Llama, draft: Mtp, folder: Path, end: int) -> None:

@@ -12,7 +12,8 @@ from tests.tiny.model import Llama, Seen
 WARMUP = 0.1  # share of the steps
 
 
-def _optimizer(module: nn.Module, rate: float, steps: int) -> tuple[torch.optim.Optimizer, object]:
+def optimizer_and_scheduler(module: nn.Module, rate: float, steps: int) -> tuple[torch.optim.Optimizer, object]:
+    """AdamW, and a warm-up followed by half a cosine over `steps`."""
     optimizer = torch.optim.AdamW(module.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
     def schedule(step: int) -> float:
@@ -22,7 +23,8 @@ def _optimizer(module: nn.Module, rate: float, steps: int) -> tuple[torch.optim.
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
 
-def _descend(module: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer, scheduler: object) -> None:
+def descend(module: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer, scheduler: object) -> None:
+    """One step, gradients clipped to norm 1."""
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -33,14 +35,14 @@ def _descend(module: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer, 
 def fit_target(target: Llama, rows: Tensor, learn: Tensor, *, steps: int, batch: int, rate: float) -> float:
     """Next-token training on rows[N, T]; tokens with learn[N, T] False are read but not learned. Returns the last
     loss, nats a token."""
-    optimizer, scheduler = _optimizer(target, rate, steps)
+    optimizer, scheduler = optimizer_and_scheduler(target, rate, steps)
     loss = torch.zeros(())
     for step in range(steps):
         pick = torch.arange(step * batch, (step + 1) * batch) % rows.shape[0]
         tokens = rows[pick]
         labels = tokens.masked_fill(~learn[pick], -100)[:, 1:]
         loss = F.cross_entropy(target(tokens[:, :-1]).logits.flatten(0, 1), labels.flatten())
-        _descend(target, loss, optimizer, scheduler)
+        descend(target, loss, optimizer, scheduler)
     return loss.item()
 
 
@@ -50,7 +52,7 @@ def fit_draft(
     """Teach `draft` the target's distribution along chains of `depth` tokens over rows[N, T], text that the target
     wrote. Drafts that use the target's head also learn its state. Returns the last loss, nats a token."""
     target.requires_grad_(False)
-    optimizer, scheduler = _optimizer(draft, rate, steps)
+    optimizer, scheduler = optimizer_and_scheduler(draft, rate, steps)
     imitates_state = isinstance(draft, Eagle)  # EAGLE's own second objective; without it the shared head hardly trains
     loss = torch.zeros(())
     for step in range(steps):
@@ -66,6 +68,6 @@ def fit_draft(
             if imitates_state:
                 distance = F.smooth_l1_loss(state[:, :valid], seen.final[:, ahead : ahead + valid])
                 loss = loss + 0.5 * distance / depth
-        _descend(draft, loss, optimizer, scheduler)
+        descend(draft, loss, optimizer, scheduler)
     target.requires_grad_(True)
     return loss.item()

@@ -87,7 +87,7 @@ def test_a_table_of_requests_through_many_generations():
     before = tracemalloc.get_traced_memory()[0]
     table = RequestTable(slots)
     for generation in requests:
-        table.describe(SimpleNamespace(reqs=generation, seq_lens_sum=0))
+        table.describe(SimpleNamespace(reqs=generation, seq_lens_sum=0, forward_iter=1))
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     bound = stated("requests", S=slots)

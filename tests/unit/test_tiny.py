@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from sglang_dspark.engine.cpu.torchvision_schemas import define_if_missing
 from tests.tiny import TinyPairs, build
 from tests.tiny.build import SEED, build_chi, build_talking, reproducible
-from tests.tiny.checkpoint import load_draft, load_target
+from tests.tiny.checkpoint import load_draft, load_dspark, load_target
 from tests.tiny.drafts import rollout
+from tests.tiny.dspark import draft_blocks
 from tests.tiny.language import make_language
 from tests.tiny.model import Llama, generate
 from tests.tiny.prompts import beginnings, ending
@@ -165,6 +166,19 @@ def test_chi_pair_can_be_counted(pairs: TinyPairs):
             assert 0.15 < goal.gather(-1, q.argmax(-1, keepdim=True)).mean() < 0.7
 
 
+def test_blocks_are_accepted_at_times_and_their_confidence_tells_when(pairs: TinyPairs, target: Llama, greedy: Tensor):
+    draft = load_dspark(pairs.dspark)
+    anchors = torch.arange(PROMPT, greedy.shape[1] - draft.gamma)
+    tokens, confidence = draft_blocks(draft, target, greedy, anchors)
+    hits = tokens == greedy[:, anchors[:, None] + 1 + torch.arange(draft.gamma)]
+    reached = torch.ones_like(hits[..., 0])
+    for position in range(draft.gamma):
+        hit, chance = hits[..., position][reached], confidence[..., position][reached]
+        assert 0.4 < hit.float().mean() < 0.9
+        assert chance[hit].mean() > chance[~hit].mean() + 0.02
+        reached &= hits[..., position]
+
+
 def test_misfits_differ_from_the_target_in_one_size(pairs: TinyPairs, target: Llama):
     vocab = load_draft(pairs.misfit_vocab)[0].lm_head.weight.shape
     hidden = load_draft(pairs.misfit_hidden)[0].lm_head.weight.shape
@@ -191,7 +205,7 @@ def test_building_the_chi_pair_again_gives_the_same_weights(pairs: TinyPairs, tm
     again = _elsewhere(tmp_path)
     with reproducible():
         build_chi(again)
-    for name in ("chi_target", "chi_eagle3"):
+    for name in ("chi_target", "chi_eagle3", "chi_dspark"):
         assert _weights(pairs, name) == _weights(again, name)
 
 
@@ -200,5 +214,5 @@ def test_building_the_talking_pairs_again_gives_the_same_weights(pairs: TinyPair
     again = _elsewhere(tmp_path)
     with reproducible():
         build_talking(again)
-    for name in ("target", *TALKING_DRAFTS):
+    for name in ("target", *TALKING_DRAFTS, "dspark"):
         assert _weights(pairs, name) == _weights(again, name)

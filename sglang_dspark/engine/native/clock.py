@@ -1,0 +1,40 @@
+"""How long a decode step took, where that can be told from the host."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MOST_HOST_SHARE = 0.3  # of a step's time; a longer gap before it was a prefill or a wait for requests
+
+
+class StepClock:
+    """Times steps in seconds. On a CPU a step ends when its call does. On a device its end is seen when its outcome
+    arrives: it took the time since the arrival before, if it was launched by then and nothing else ran between."""
+
+    def __init__(self) -> None:
+        self._ended = self._arrived = float("-inf")
+        self._launched: deque[float] = deque()
+        self._interrupted = False
+
+    def starts(self, now: float) -> None:
+        """A decode step is launched."""
+        self._launched.append(float("inf") if self._interrupted else now)
+        self._interrupted, self._started = False, now
+
+    def interrupted(self) -> None:
+        """Something that is no decode step is launched: the time until the next step's end is not that step's."""
+        self._interrupted = True
+
+    def ends(self, now: float) -> float:
+        """The call of the step that was started last ended, and the step with it: seconds it took, with the host's work
+        since the step before."""
+        self._launched.clear()
+        took, between = now - self._started, self._started - self._ended
+        self._ended = now
+        return took + (between if between < MOST_HOST_SHARE * took else 0.0)
+
+    def arrives(self, now: float) -> float | None:
+        """The outcome of the oldest step that was not seen to end: seconds it took; None where that cannot be told."""
+        before, self._arrived = self._arrived, now
+        launched = self._launched.popleft() if self._launched else float("inf")
+        return now - before if launched <= before else None
