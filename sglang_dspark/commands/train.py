@@ -52,6 +52,12 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
         default=0.25,
         help="share of those that is drawn in each epoch, beside all the rest",
     )
+    parser.add_argument(
+        "--head-batches",
+        type=int,
+        metavar="BATCHES",
+        help="the last batches, kept from the draft to train its head (default: a fifth)",
+    )
     parser.add_argument("--draft-vocab", type=int, default=4864, help="tokens the draft can propose")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--answers-per-step", type=int, default=8, help="answers in an optimiser step")
@@ -93,6 +99,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
             start=args.start_from,
             known=args.known_batches,
             frozen=args.head_only,
+            held=args.head_batches,
         )
         print(json.dumps(train(recipe)["accepted_length"], indent=2))
         return 0
