@@ -6,8 +6,9 @@
 The first records a trace from the real server on prompts left out of the draft's training, half of the requests greedy
 and half at temperature 1, everything drafted being verified. The second judges the sources on it; it needs no model.
 
-Everybody is judged on the same rows: those after the first WARM_UP / 3 steps of each domain. The estimator has learnt
-from the steps before, and goes on learning as it does in a server: a step is judged before it is learnt from.
+Everybody is judged on the same rows: those after the first WARM_UP / 3 steps of each domain. What learns has learnt
+from the steps before, and goes on learning as it does in a server: a step is judged before it is learnt from. What is
+called calibrated has its temperatures from the other half of the requests. "all" pools the domains' rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from sglang_dspark.commands.calibrate import raw_logits
 from sglang_dspark.confidence import FEATURES, HEAD, HEADLESS, RULES, Estimator, Rows, Source
+from sglang_dspark.confidence.calibration import fit_temperatures
 from sglang_dspark.confidence.reliability import auc, calibration_error
 from sglang_dspark.observe import Trace, read_trace
 
@@ -52,9 +55,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40, help="prompts a domain")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, help="of the recording server; all cores if not given")
+    parser.add_argument("--draft", type=Path, help="the recording server's draft; the shipped one if not given")
     args = parser.parse_args()
     if args.record is not None:
-        record(args.record, args.trace, args.limit, args.new_tokens, args.threads)
+        record(args.record, args.trace, args.limit, args.new_tokens, args.threads, args.draft)
     trace = read_trace(args.trace)
     domains = split(trace, json.loads(_beside(args.trace).read_text()))
     result = {"domains": judge(trace, domains), "switch": switch(trace, domains)}
@@ -69,7 +73,7 @@ def _beside(trace: Path) -> Path:
 # -- recording -----------------------------------------------------------------------------------------------------
 
 
-def record(prompts: Path, out: Path, limit: int, new_tokens: int, threads: int | None) -> None:
+def record(prompts: Path, out: Path, limit: int, new_tokens: int, threads: int | None, draft: Path | None) -> None:
     """Serve each domain's left-out prompts at temperature 0 and 1; a trace, and each domain's steps beside it."""
     from benchmarks.launch import Server
     from benchmarks.prompts import choose, tokenise
@@ -82,7 +86,7 @@ def record(prompts: Path, out: Path, limit: int, new_tokens: int, threads: int |
     console = Console(stderr=True)
     server = Server(
         *("--model-path", str(TARGET), "--max-total-tokens", "65536", "--max-running-requests", str(USERS)),
-        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)),
+        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft or DRAFT)),
         *("--speculative-num-steps", str(STEPS)),
         env={"DSPARK_PROFILE_SECONDS": "0", "DSPARK_TRACE": str(out.resolve())},
         threads=threads,
@@ -112,9 +116,14 @@ def split(trace: Trace, domains: dict[str, list[int]]) -> dict[str, list[Step]]:
     }
 
 
+def slots_of(trace: Trace) -> NDArray[np.int64]:
+    """[n] for each record the slot of its request, one of its own."""
+    return np.unique(trace.records["request"], return_inverse=True)[1]
+
+
 def steps_of(trace: Trace) -> Iterator[Step]:
     ends = np.flatnonzero(np.diff(trace.records["step"], append=-1)) + 1
-    requests = np.unique(trace.records["request"], return_inverse=True)[1]  # each request a slot of its own
+    requests = slots_of(trace)
     for start, end in zip([0, *ends], ends, strict=False):
         records = trace.records[start:end]
         rows = Rows(requests[start:end], np.zeros(end - start, np.int64), records["rule"].astype(np.int64))
@@ -127,10 +136,12 @@ def steps_of(trace: Trace) -> Iterator[Step]:
 class Replay:
     """A source on the trace: what it says of a step, and learning from it."""
 
-    def __init__(self, trace: Trace, source: Source, learns: bool) -> None:
+    def __init__(
+        self, trace: Trace, source: Source, learns: bool, temperatures: NDArray[np.float64] | None = None
+    ) -> None:
         self.columns = [trace.features.index(name) for name in source.shown]
         self.learns = learns
-        self.estimator = Estimator(len(trace.records), trace.gamma, source)
+        self.estimator = Estimator(len(trace.records), trace.gamma, source, temperatures)
 
     def confidence(self, step: Step) -> NDArray[np.float64]:
         """[R, gamma]"""
@@ -145,6 +156,36 @@ class Replay:
 
     def _shown(self, step: Step) -> NDArray[np.float32]:
         return np.ascontiguousarray(step.records["shown"][..., self.columns])
+
+
+class Calibrated:
+    """The trace's own source with temperatures fitted to the trace, to one half of its requests for the other."""
+
+    def __init__(self, trace: Trace, source: Source) -> None:
+        self.halves = [Replay(trace, source, False, temperatures(trace, other)) for other in (1, 0)]
+
+    def confidence(self, step: Step) -> NDArray[np.float64]:
+        """[R, gamma]"""
+        second = half_of(step.rows.slots) == 1
+        return np.where(second[:, None], *(replay.confidence(step) for replay in reversed(self.halves)))
+
+    def learn(self, step: Step) -> None:
+        for replay in self.halves:
+            replay.learn(step)
+
+
+def half_of(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 or 1, by twos: a prompt's greedy and sampled answers were asked for one after the other."""
+    return slots // 2 % 2
+
+
+def temperatures(trace: Trace, half: int) -> NDArray[np.float64]:
+    """[rules, gamma] fitted to the requests of one half."""
+    records = trace.records
+    logits, mine = raw_logits(trace), (half_of(slots_of(trace)) == half) & (records["clean"] > 0)
+    rows = [mine & (records["rule"] == index) for index in range(len(RULES))]
+    outcomes = [records[name].astype(np.int64) for name in ("accepted", "verified")]
+    return np.array([fit_temperatures(logits[of], *(o[of] for o in outcomes))[0] for of in rows])
 
 
 class MaxProbability:
@@ -169,6 +210,7 @@ def sources(trace: Trace) -> dict[str, Any]:
     }
     if set(HEAD.shown) <= set(trace.features):
         found["head"] = Replay(trace, HEAD, learns=False)
+        found["head, calibrated"] = Calibrated(trace, HEAD)
         found[f"head after {WARM_UP} steps"] = Replay(trace, HEAD, learns=True)
     return found
 
@@ -177,26 +219,40 @@ def sources(trace: Trace) -> dict[str, Any]:
 
 
 def judge(trace: Trace, domains: dict[str, list[Step]]) -> dict[str, Any]:
-    """Of each domain, rule and position: rows, and for each source the figures of :func:`position_figures`."""
+    """Of each domain (and "all"), rule and position: rows, and for each source the figures of position_figures."""
     share = WARM_UP // len(domains)
-    result: dict[str, Any] = {name: {rule: [{} for _ in range(trace.gamma)] for rule in RULES} for name in domains}
+    warm_up = [step for turn in zip(*(steps[:share] for steps in domains.values()), strict=False) for step in turn]
+    judged = {domain: np.concatenate([step.records for step in steps[share:]]) for domain, steps in domains.items()}
+    said: dict[str, dict[str, NDArray[np.float64]]] = {}
     for domain, steps in domains.items():
         for label, source in sources(trace).items():  # each domain after the same warm-up, not after one another
-            for turn in zip(*(other[:share] for other in domains.values()), strict=False):
-                for step in turn:
-                    source.learn(step)
-            said = []
-            for step in steps[share:]:
-                said.append(source.confidence(step))
+            for step in warm_up:
                 source.learn(step)
-            records = np.concatenate([step.records for step in steps[share:]])
-            for index, rule in enumerate(RULES):
-                mine = (records["rule"] == index) & (records["clean"] > 0)
-                for k, row in enumerate(result[domain][rule]):
-                    figures = position_figures(np.concatenate(said)[mine], records[mine], k)
-                    if figures is not None:
-                        row["rows"], row["reached"] = figures.pop("rows"), figures.pop("reached")
-                        row[label] = figures
+            rows = []
+            for step in steps[share:]:
+                rows.append(source.confidence(step))
+                source.learn(step)
+            said.setdefault(label, {})[domain] = np.concatenate(rows)
+    result: dict[str, Any] = {}
+    for name, parts in {"all": list(domains), **{domain: [domain] for domain in domains}}.items():
+        pooled = {label: np.concatenate([by_domain[part] for part in parts]) for label, by_domain in said.items()}
+        result[name] = figures(np.concatenate([judged[part] for part in parts]), pooled)
+    return result
+
+
+def figures(records: NDArray[Any], said: dict[str, NDArray[np.float64]]) -> dict[str, list[dict[str, Any]]]:
+    """For each rule and position a row of each source's figures; records [n], confidences of a source [n, gamma]."""
+    result: dict[str, list[dict[str, Any]]] = {rule: [] for rule in RULES}
+    for index, rule in enumerate(RULES):
+        mine = (records["rule"] == index) & (records["clean"] > 0)
+        for k in range(records["shown"].shape[1]):
+            row: dict[str, Any] = {}
+            for label, confidence in said.items():
+                found = position_figures(confidence[mine], records[mine], k)
+                if found is not None:
+                    row["rows"], row["reached"] = found.pop("rows"), found.pop("reached")
+                    row[label] = found
+            result[rule].append(row)
     return result
 
 
@@ -222,54 +278,60 @@ def position_figures(confidence: NDArray[np.float64], records: NDArray[Any], k: 
 def switch(trace: Trace, domains: dict[str, list[Step]]) -> dict[str, Any]:
     """Calibration error of acceptance in windows of WINDOW steps, from a cold start: code, then chat, then the rest.
 
-    Of the estimator as it learns, and of one that stops learning at the first switch. Requests of two domains never
-    share a step, so the order in which they were recorded does not matter.
+    Of the estimator as it learns, of one that stops learning at the first switch, and of a head with its correction.
+    Requests of two domains never share a step, so the order in which they were recorded does not matter.
     """
     series: dict[str, Any] = {}
-    learning, stopping = Replay(trace, HEADLESS, learns=True), Replay(trace, HEADLESS, learns=True)
+    replays = {"online": Replay(trace, HEADLESS, learns=True), "stopped": Replay(trace, HEADLESS, learns=True)}
+    if set(HEAD.shown) <= set(trace.features):
+        replays["head online"] = Replay(trace, HEAD, learns=True)
     for domain in sorted(domains, key=lambda name: (name != "code", name != "chat")):
         steps, rows = domains[domain], []
         for at in range(0, len(steps) - WINDOW + 1, WINDOW):
             window = steps[at : at + WINDOW]
-            said: dict[str, list[NDArray[np.float64]]] = {"online": [], "stopped": []}
+            said: dict[str, list[NDArray[np.float64]]] = {name: [] for name in replays}
             for step in window:
-                said["online"].append(learning.confidence(step))
-                said["stopped"].append(stopping.confidence(step))
-                learning.learn(step)
-                stopping.learn(step)
+                for name, replay in replays.items():
+                    said[name].append(replay.confidence(step))
+                    replay.learn(step)
             records = np.concatenate([step.records for step in window])
             seen = np.arange(trace.gamma) < np.minimum(records["verified"], records["accepted"] + 1)[:, None]
             happened = (np.arange(trace.gamma) < records["accepted"][:, None])[seen]
             errors = {name: calibration_error(np.concatenate(c)[seen], happened) for name, c in said.items()}
             rows.append({"steps": at + WINDOW, **{name: round(error, 4) for name, error in errors.items()}})
         series[domain] = rows
-        stopping.learns = False
+        replays["stopped"].learns = False
     return series
 
 
 def show(result: dict[str, Any]) -> None:
-    """Two tables on stderr."""
+    """Three tables on stderr: AUC, calibration error, and calibration error over a change of domain."""
     console = Console(stderr=True, width=160)
-    table = Table(title="Survival: AUC / calibration error; in brackets AUC of acceptance given reached")
-    labels = list(next(iter(result["domains"].values()))[RULES[0]][0])[2:]
-    for title in ("domain", "rule", "position", "rows", "reached", *labels):
-        table.add_column(title, justify="left" if title in ("domain", "rule") else "right")
-    for domain, rules in result["domains"].items():
-        for rule, positions in rules.items():
-            for k, row in enumerate(positions):
-                if row:
-                    cells = (row[label] for label in labels)
-                    table.add_row(
-                        *(domain, rule, str(k + 1), str(row["rows"]), str(row["reached"])),
-                        *(f"{c['auc']:.3f} / {c['ece']:.3f} ({c['auc_accepted']:.3f})" for c in cells),
-                    )
-    console.print(table)
+    labels = list(result["domains"]["all"][RULES[0]][0])[2:]
+    for title, of_survival, of_acceptance in (
+        ("AUC of survival; in brackets, of acceptance given reached", "auc", "auc_accepted"),
+        ("Calibration error of survival; in brackets, of acceptance given reached", "ece", "ece_accepted"),
+    ):
+        table = Table(title=title)
+        for heading in ("domain", "rule", "position", "rows", "reached", *labels):
+            table.add_column(heading, justify="left" if heading in ("domain", "rule") else "right")
+        for domain, rules in result["domains"].items():
+            for rule, positions in rules.items():
+                for k, row in enumerate(positions):
+                    if row:
+                        table.add_row(
+                            *(domain, rule, str(k + 1), str(row["rows"]), str(row["reached"])),
+                            *(f"{row[label][of_survival]:.3f} ({row[label][of_acceptance]:.3f})" for label in labels),
+                        )
+        console.print(table)
     table = Table(title=f"Calibration error of acceptance by {WINDOW} steps, domains one after the other from cold")
-    for title in ("domain", "steps", "learning", "stopped after the first domain"):
-        table.add_column(title, justify="left" if title == "domain" else "right")
+    names = {"online": "estimator", "stopped": "stopped after the first domain", "head online": "head, corrected"}
+    shown = [name for name in names if name in next(iter(result["switch"].values()))[0]]
+    for heading in ("domain", "steps", *(names[name] for name in shown)):
+        table.add_column(heading, justify="left" if heading == "domain" else "right")
     for domain, rows in result["switch"].items():
         for row in rows:
-            table.add_row(domain, str(row["steps"]), f"{row['online']:.3f}", f"{row['stopped']:.3f}")
+            table.add_row(domain, str(row["steps"]), *(f"{row[name]:.3f}" for name in shown))
     console.print(table)
 
 

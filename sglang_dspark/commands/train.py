@@ -46,6 +46,18 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
         default=0,
         help="the first batches, which that draft was fitted to: drawn less often",
     )
+    parser.add_argument(
+        "--known-share",
+        type=float,
+        default=0.25,
+        help="share of those that is drawn in each epoch, beside all the rest",
+    )
+    parser.add_argument(
+        "--head-batches",
+        type=int,
+        metavar="BATCHES",
+        help="the last batches, kept from the draft to train its head (default: a fifth)",
+    )
     parser.add_argument("--draft-vocab", type=int, default=4864, help="tokens the draft can propose")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--answers-per-step", type=int, default=8, help="answers in an optimiser step")
@@ -82,10 +94,12 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
                 steps=args.rollout_steps,
                 learning_rate=args.learning_rate,
                 prompt_share=args.prompt_share,
+                known_share=args.known_share,
             ),
             start=args.start_from,
             known=args.known_batches,
             frozen=args.head_only,
+            held=args.head_batches,
         )
         print(json.dumps(train(recipe)["accepted_length"], indent=2))
         return 0

@@ -59,7 +59,7 @@ def gather(draft: Draft, target: Target, samples: list[Sample], depth: int, answ
         part = usable[first : first + answers]
         batch = collate(part, prompt_share=0)
         p = torch.softmax(target.logits(batch.final), dim=-1)
-        best = p.argmax(-1)
+        best, sayable = p.argmax(-1), p[:, draft.draft_tokens]
         warm = torch.tensor([s.temperature > 0 for s in part])[batch.row]
         domain = torch.tensor([domains.index(s.domain) for s in part])[batch.row]
         chain = torch.arange(batch.row.numel())
@@ -70,14 +70,9 @@ def gather(draft: Draft, target: Target, samples: list[Sample], depth: int, answ
             text = batch.text[chains.row, column]
             q = torch.softmax(chains.logits, dim=-1)
             drafted = draft.draft_tokens[q.argmax(-1)]
-            here = p[at + step]
-            said = here[:, draft.draft_tokens]
+            here = at + step
             truth = torch.stack(
-                [
-                    (drafted == best[at + step]).float(),
-                    here.gather(1, drafted[:, None])[:, 0],
-                    torch.minimum(said, q).sum(-1),
-                ],
+                [(drafted == best[here]).float(), p[here, drafted], torch.minimum(sayable[here], q).sum(-1)],
                 dim=1,
             )
             inputs = head_inputs(chains.stream, draft_features(chains.logits))
@@ -91,8 +86,9 @@ def gather(draft: Draft, target: Target, samples: list[Sample], depth: int, answ
                 break
             equal = (drafted == text).float()
             q_text = _of_text(q, draft, text)
-            p_text = here.gather(1, text[:, None])[:, 0]
-            onward = torch.stack([equal * truth[:, 0], equal, (q_text / p_text.clamp(min=1e-9)).clamp(max=1.0)], dim=1)
+            onward = torch.stack(
+                [equal * truth[:, 0], equal, (q_text / p[here, text].clamp(min=1e-9)).clamp(max=1.0)], dim=1
+            )
             weight = weight * onward
             ahead = batch.text[chains.row, (column + 1).clamp(max=batch.text.shape[1] - 1)]
             keep = (column + 1 < batch.text.shape[1]) & (ahead >= 0) & (weight > 1e-3).any(1)

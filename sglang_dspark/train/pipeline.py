@@ -41,7 +41,8 @@ class Recipe:
     """Everything a run depends on. `left_out` is the fraction of prompts kept for measuring.
 
     `start` is a draft's folder, in SGLang's format, to go on from, which was fitted to the first `known` batches of
-    answers; of the draft in `frozen` only the head is trained.
+    answers; of the draft in `frozen` only the head is trained. `held` last batches are kept from the draft for its head
+    (None: see hold_back).
     """
 
     target: Path
@@ -56,6 +57,7 @@ class Recipe:
     start: Path | None = None
     known: int = 0
     frozen: Path | None = None
+    held: int | None = None
 
 
 def split(prompts: list[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -65,14 +67,15 @@ def split(prompts: list[Prompt], fraction: float, seed: int) -> tuple[list[Promp
     return kept, left
 
 
-def hold_back(answers: list[Path], variations: list[Path]) -> tuple[list[Path], list[Path]]:
+def hold_back(answers: list[Path], variations: list[Path], count: int | None = None) -> tuple[list[Path], list[Path]]:
     """(shards for the draft, shards for its head): a draft is too sure of text it was fitted to, and a head that learnt
     there would be, too.
 
-    Held back is a fifth of the variations, or of the answers where there are none; of one shard, none.
+    Held back are the last `count` of the variations, or of the answers where there are none; a fifth, if not given; of
+    one shard, none.
     """
     source = variations or answers
-    held = source[-max(1, len(source) // 5) :]
+    held = source[-(count or max(1, len(source) // 5)) :]
     rest = [shard for shard in answers + variations if shard not in held]
     return rest or source, held
 
@@ -109,7 +112,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     where = (recipe.target, kept, recipe.work)
     answers = timed("generate", lambda: generate(*where, recipe.generation, recipe.workers))
     varied = timed("write_variations", lambda: write_variations(*where, recipe.variations, recipe.workers))
-    for_draft, for_head = hold_back(answers, varied)
+    for_draft, for_head = hold_back(answers, varied, recipe.held)
     target = Target(recipe.target)
     metrics: dict[str, Any] = {}
     if recipe.frozen is None:

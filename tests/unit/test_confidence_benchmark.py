@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.confidence import WARM_UP, judge, split, switch
+from benchmarks.confidence import WARM_UP, Calibrated, Replay, judge, split, switch
 from sglang_dspark.confidence import FEATURES, HEAD, RULES
+from sglang_dspark.confidence.reliability import calibration_error
 from sglang_dspark.observe import TraceWriter, read_trace
 
 GAMMA, REQUESTS, STEPS = 3, 32, 150
@@ -36,8 +37,11 @@ def trace(request, tmp_path_factory):
 def test_sources_are_ranked_as_they_deserve(trace):
     result = judge(trace, split(trace, DOMAINS))
     learnt = f"estimator after {WARM_UP} steps"
-    assert set(result) == set(DOMAINS)
-    for domain, rules in result.items():
+    assert set(result) == {"all", *DOMAINS}
+    for rule in RULES:
+        assert result["all"][rule][0]["rows"] == sum(result[domain][rule][0]["rows"] for domain in DOMAINS)
+    for domain in DOMAINS:
+        rules = result[domain]
         for rule in RULES:
             first = rules[rule][0]
             assert first["rows"] == (STEPS - WARM_UP // 3) * REQUESTS // 2
@@ -54,3 +58,17 @@ def test_a_switch_is_followed_by_what_learns(trace):
     first, last = series["chat"][0], series["chat"][-1]
     assert last["online"] < 0.05 < last["stopped"]
     assert last["online"] < first["online"]
+
+
+@pytest.mark.parametrize("trace", [HEAD.shown], ids=["head"], indirect=True)
+def test_a_calibrated_source_is_right_on_the_requests_that_its_temperatures_were_not_fitted_to(trace):
+    records = trace.records[trace.records["step"] <= STEPS].copy()  # of one domain
+    records["shown"][..., len(FEATURES) :] *= 3.0  # a head that is far too sure
+    sure = trace._replace(records=records)
+    steps = split(sure, {"code": DOMAINS["code"]})["code"]
+
+    def error(source):
+        said = np.concatenate([source.confidence(step)[:, 0] for step in steps])
+        return calibration_error(said, np.concatenate([step.records["accepted"] > 0 for step in steps]))
+
+    assert error(Calibrated(sure, HEAD)) < 0.03 < 0.1 < error(Replay(sure, HEAD, learns=False))

@@ -71,6 +71,7 @@ def test_the_head_learns_from_text_that_the_draft_was_not_fitted_to() -> None:
     for_draft, for_head = hold_back(answers, variations)
     assert for_head == variations[-2:] and for_draft == answers + variations[:-2]
     assert hold_back(answers, []) == (answers[:2], answers[2:])
+    assert hold_back(answers, variations, 4) == (answers + variations[:-4], variations[-4:])
     assert hold_back(answers[:1], []) == (answers[:1], answers[:1])  # one shard is all there is
 
 
