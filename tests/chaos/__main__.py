@@ -107,7 +107,9 @@ class Client:
 async def bursts(client: Client, requests: int, seed: int) -> bool:
     """Sends all in bursts, each when the one before has drained to nothing; False where the server hangs."""
     limit, random = aiohttp.ClientTimeout(total=None), Random(seed)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
+    # A connection each: the server closes idle ones, and a request that meets the closing would seem to be lost by it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
         for start in range(0, requests, BURST):
             numbers = range(start, min(start + BURST, requests))
             waiting = {asyncio.create_task(client.one(session, n, Random(random.random()))) for n in numbers}
