@@ -102,8 +102,10 @@ def ranks(tmp_path, work, wanted, *args):
     both = [context.Process(target=work, args=(r, str(file), *args, ends[r][1].send), daemon=True) for r in range(2)]
     for rank in both:
         rank.start()
+    for _, sends in ends:
+        sends.close()  # so that a rank that ends without an answer is noticed
     try:
-        return [ends[r][0].recv() for r in wanted if ends[r][0].poll(240)]
+        return [ends[r][0].recv() for r in wanted if ends[r][0].poll(120)]
     finally:
         for rank in both:
             rank.kill()

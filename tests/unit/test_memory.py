@@ -146,6 +146,7 @@ def test_chain_constants_of_every_depth(slots, gamma, monkeypatch):
     monkeypatch.setattr(base_spec_worker, "get_schedule", lambda: SimpleNamespace(max_running_requests=slots))
     draft = object.__new__(DSparkDraftWorker)
     draft.topk, draft.device, draft.server_args, draft._chains = 1, "cpu", None, {}
+    draft.gamma, draft._draft_graph = gamma, None
     for depth in [*range(gamma + 1)] * 2:
         draft.set_depth(depth)
     bound = stated("chain constants", S=slots, G=gamma)
