@@ -19,7 +19,7 @@ class DraftKind(Enum):
     NEXTN = "NEXTN"
     """A multi-token-prediction layer in, or beside, the target's own checkpoint. SGLang runs it as EAGLE."""
     DSPARK = "DSPARK"
-    """A native DSpark draft: SGLang's builtin path."""
+    """A native DSpark draft: SGLang's own drafter and verify, see engine.native."""
 
 
 def text_config(config: Any) -> Any:

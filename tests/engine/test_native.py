@@ -14,6 +14,7 @@ from tests.engine.test_sampling import ALPHA, SAMPLES, distribution, p_value, sa
 
 LONG = pytest.mark.long
 GAMMA = 5
+TOKENS = (1, 16, 96)
 POLICIES = (pytest.param("none", marks=LONG), pytest.param("all", marks=LONG), "random", "depths", "own")
 
 
@@ -48,8 +49,7 @@ def steep(pairs, resolve, tmp_path_factory):
 def save_steep(path, server_args):
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
-    tokens = (1, 16, 96)
-    table = CostTable(tokens, tuple(0.5 + 0.03 * t for t in tokens), draft_start=0.001, free_depth=GAMMA)
+    table = CostTable(TOKENS, tuple(0.5 + 0.03 * t for t in TOKENS), draft_start=0.001, free_depth=GAMMA)
     save_table(path, cost_key(resolved_view(server_args), model_config_of(server_args)), table)
 
 
@@ -198,15 +198,17 @@ def test_the_users_verify_mode_is_sglangs_own_worker_and_exact(pairs, expected, 
 @LONG
 def test_sglangs_own_files_are_read(pairs, expected, prompts, tmp_path):
     sps, sts = tmp_path / "sps.json", tmp_path / "sts.json"
-    steep = {"sample_batch_tokens": [1, 8, 96], "sample_steps_per_sec": [40.0, 17.0, 2.0], "max_batch_tokens": 96}
-    sps.write_text(json.dumps(steep))
+    rates = [1 / (0.5 + 0.03 * tokens) for tokens in TOKENS]  # as in `steep`
+    sps.write_text(
+        json.dumps({"sample_batch_tokens": TOKENS, "sample_steps_per_sec": rates, "max_batch_tokens": TOKENS[-1]})
+    )
     sts.write_text(json.dumps({"temperatures": [1.5] * GAMMA}))
     flags = ("--speculative-dspark-sps-table-path", str(sps), "--speculative-dspark-confidence-sts-path", str(sts))
     with dspark(pairs.target, pairs.dspark, *flags) as server:
         output, grew = grown(server, lambda: greedy(server, prompts))
         assert output == expected
         cost = server.info()["dspark"]["cost"]
-        assert cost["source"] == str(sps) and cost["table"]["ms"] == [25.0, 58.824, 500.0]
+        assert cost["source"] == str(sps) and cost["table"]["ms"] == [530.0, 980.0, 3380.0]
         assert cost["table"]["extend_ms"][0] > 0
         assert 0 < grew["verified"] < grew["drafted"]
 
