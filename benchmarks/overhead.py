@@ -87,8 +87,7 @@ class Steps:
         verified = lens.numpy().astype(np.int64) - 1
         accepted = np.minimum((self.rng.random(chance.shape) < chance).cumprod(axis=1).sum(axis=1), verified)
         with parts.part("learn"):
-            sent.seconds = plan.step_time
-            it.timed(plan, tokens, plan.step_time)
+            it.timed(sent, plan.step_time)
             settled = it.settle(sent, accepted.astype(np.int64), verified)
         if self.metrics is not None:
             with parts.part("metrics"):

@@ -217,7 +217,9 @@ class StepScheduler:
         self.depths[plan.depth] += 1
         self.counters["rest_steps"] += not (self.warm or plan.depth)
         recent = self.estimator.recent(batch.rows)
-        return Launched(self._step, batch, plan, recent, HostCopy(shown, confidence), tokens, self._priced(plan))
+        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
+        priced = plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
+        return Launched(self._step, batch, plan, recent, HostCopy(shown, confidence), tokens, priced)
 
     # -- after the verify ------------------------------------------------------------------------------------------
 
@@ -267,18 +269,14 @@ class StepScheduler:
         self.estimator.observe(shown, sent.recent, sent.batch.rows, accepted, verified, clean)
         return settled
 
-    def timed(self, plan: Plan, tokens: int, seconds: float) -> bool:
+    def timed(self, sent: Launched, seconds: float) -> bool:
         """Correct the cost model by a step that took ``seconds``; whether that time had been predicted."""
-        predicted = self._priced(plan)
-        if self.cost is not None and predicted:
-            self.cost.observe(tokens, plan.step_time, seconds)
-        return predicted
+        sent.seconds = seconds
+        if self.cost is not None and sent.priced:
+            self.cost.observe(sent.tokens, sent.plan.step_time, seconds)
+        return sent.priced
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _priced(self, plan: Plan) -> bool:
-        # Of the steps without a draft only those of a rest are priced: the others run the extend as well.
-        return plan.step_time == plan.step_time and (plan.depth > 0 or not self.warm)
 
     def _prior_rows(self, rule: NDArray[np.int64]) -> NDArray[np.float32]:
         return np.stack([prior.values() for prior in self.priors])[rule]

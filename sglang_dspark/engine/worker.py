@@ -27,6 +27,7 @@ from sglang_dspark.config import read_options
 from sglang_dspark.cost import CostKey
 from sglang_dspark.engine.agreement import Agreement, contents
 from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
@@ -41,8 +42,6 @@ from sglang_dspark.engine.verify import VerifyTarget, cut_chain, end_chains, pro
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
-
-MOST_HOST_SHARE = 0.3  # of a step's time; a longer gap before it was a prefill or a wait
 
 
 class DSparkWorker(EAGLEWorkerV2):
@@ -62,7 +61,7 @@ class DSparkWorker(EAGLEWorkerV2):
         self._warm = True
         self._batch: StepBatch | None = None
         self._launched: Launched | None = None
-        self._ended = 0.0
+        self._clock = StepClock()
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Stock, then our buffers: one row a request slot."""
@@ -106,10 +105,11 @@ class DSparkWorker(EAGLEWorkerV2):
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock, with the step's depth set first. Prefill and idle batches pass through."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            self._clock.interrupted()
             self._set_depth(self.gamma)
             return super().forward_batch_generation(batch, *args, **kwargs)
         start = time.perf_counter()
-        between = start - self._ended
+        self._clock.starts(start)
         self._batch = self.requests.describe(batch)
         plan = self._plan = self._make_plan(batch)
         planned = time.perf_counter() - start
@@ -119,16 +119,13 @@ class DSparkWorker(EAGLEWorkerV2):
         # SGLang's own switch for a step without draft: its extend stays out too, and stubs stand for its output.
         with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(not self._warm):
             result = super().forward_batch_generation(batch, *args, **kwargs)
-        self._ended = time.perf_counter()
-        if batch.seq_lens.is_cpu:  # elsewhere the host does not see when the step ended
-            seconds = self._ended - start
-            # The host's work between two steps is part of what a step costs; a wait for requests is not.
-            seconds += between if between < MOST_HOST_SHARE * seconds else 0.0
-            if self._launched is not None:
-                self._launched.seconds = seconds
-            if self.faults.run("timing", lambda: self.scheduler.timed(plan, self._tokens_sent, seconds), lambda: False):
-                self._measure(lambda metrics: metrics.timed(plan.step_time, seconds))
+        if batch.seq_lens.is_cpu:  # elsewhere the host sees the step's end only when its outcome arrives
+            self._timed(self._launched, self._clock.ends(time.perf_counter()))
         return result
+
+    def _timed(self, sent: Launched | None, seconds: float) -> None:
+        if sent is not None and self.faults.run("timing", lambda: self.scheduler.timed(sent, seconds), lambda: False):
+            self._measure(lambda metrics: metrics.timed(sent.plan.step_time, seconds))
 
     def _make_plan(self, batch: Any) -> Plan:
         described = self._batch
@@ -197,7 +194,6 @@ class DSparkWorker(EAGLEWorkerV2):
             grammar_barrier=grammar_barrier,
         )
         result.cap_lens = lens
-        self._tokens_sent = target.tokens_seen
         # The step goes with SGLang's result, so that no other step can be taken for it when the outcome is there.
         result.dspark_step = self._launched = self.faults.run(
             "history",
@@ -229,6 +225,9 @@ class DSparkWorker(EAGLEWorkerV2):
 
     def _settle(self, sent: Launched, result: Any, batch: Any) -> Settled:
         accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
+        seconds = None if batch.seq_lens.is_cpu else self._clock.arrives(time.perf_counter())
+        if seconds is not None:
+            self._timed(sent, seconds)
         verified = result.cap_lens.numpy().astype(np.int64) - 1
         alive = np.array([not (req.finished() or req.is_retracted) for req in batch.reqs])
         return self.scheduler.settle(sent, accepted, verified, alive)

@@ -86,9 +86,8 @@ class Simulated:
         seconds = self._takes(plan.depth, tokens)
         if plan.depth == 0 and it.warm:  # the extend that keeps the draft warm
             seconds += self.truth.table.extend_fixed
-        sent.seconds = seconds
+        it.timed(sent, seconds)
         it.settle(sent, accepted, verified)
-        it.timed(plan, tokens, seconds)
         return accepted, seconds
 
     def _takes(self, depth: int, tokens: int) -> float:

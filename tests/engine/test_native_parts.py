@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dspark.confidence import NATIVE, Estimator
 from sglang_dspark.cost import CostModel, CostTable, profile_grid
+from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.native import arguments
-from sglang_dspark.engine.native.clock import StepClock
 from sglang_dspark.engine.native.planner import NativePlanner, calibration_for_sglang, without_table
 from sglang_dspark.engine.native.scheduling import NativeScheduling, block_plan
 from sglang_dspark.engine.native.worker import NativeWorker

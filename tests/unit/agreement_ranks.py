@@ -69,8 +69,9 @@ def decide(rank, file, steps, answer):
         verified = lens.numpy().astype(np.int64) - 1
         accepted = random.binomial(verified, 0.7)  # what the target accepts is the same on every rank
         shown = torch.logit(confidence[:, : plan.depth, None]).expand(-1, -1, 3)
-        it.settle(it.launched(batch, plan, shown, confidence, int(lens.sum())), accepted, verified)
-        it.timed(plan, int(lens.sum()), 0.015 * clock.uniform(0.8, 1.2))  # what a clock says is not
+        sent = it.launched(batch, plan, shown, confidence, int(lens.sum()))
+        it.timed(sent, 0.015 * clock.uniform(0.8, 1.2))  # what a clock says is not
+        it.settle(sent, accepted, verified)
     answer((seen, plans, lengths))
 
 

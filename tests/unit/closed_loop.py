@@ -62,8 +62,8 @@ class Loop:
             confidence = it.confidence(shown, batch)
             lens = it.allocate(plan, confidence)
             sent = it.launched(batch, plan, shown, confidence, int(lens.sum()))
-            sent.seconds = took = self.seconds(plan, not it.warm)
-            it.timed(plan, int(lens.sum()), took)
+            took = self.seconds(plan, not it.warm)
+            it.timed(sent, took)
             hits = self.hits_of(self.random)
             verified = lens.numpy().astype(np.int64) - 1
             accepted = np.minimum(np.cumprod(hits, 1).sum(1), verified)

@@ -25,7 +25,7 @@ def scheduler(*, token_ms=0.01, draft_ms=0.01, fixed_ms=10.0):
     return it
 
 
-def step(it, top, accepted_of, described=None):
+def step(it, top, accepted_of, described=None, takes=None):
     """One step with top probability ``top`` everywhere; accepted_of(l) drafts of l verified are accepted."""
     described = described or batch()
     requests = len(described.slots)
@@ -34,6 +34,8 @@ def step(it, top, accepted_of, described=None):
     confidence = it.confidence(seen, described)
     lens = it.allocate(plan, confidence)
     sent = it.launched(described, plan, seen, confidence, int(lens.sum()))
+    if takes is not None:
+        it.timed(sent, takes(plan))
     verified = lens.numpy().astype(np.int64) - 1
     it.settle(sent, np.array([accepted_of(int(n)) for n in verified]), verified)
     return plan, lens

@@ -154,10 +154,8 @@ class NativeScheduling:
             raise ValueError(f"an outcome of {len(accepted)} requests for a step of {len(step.batch.slots)}")
         plan, tokens, took = step.plan, step.tokens, step.seconds if seconds is None else seconds
         sent = self.scheduler.launched(step.batch, plan, step.shown, step.confidence, tokens)
-        if took is not None:
-            sent.seconds = took
-            if self.scheduler.timed(plan, tokens, took):
-                self._measure(lambda m: m.timed(plan.step_time, took))
+        if took is not None and self.scheduler.timed(sent, took):
+            self._measure(lambda m: m.timed(plan.step_time, took))
         settled = self.scheduler.settle(sent, accepted, step.lens.cpu().numpy().astype(np.int64) - 1)
         self._measure(lambda m: report_settled(m, settled))
 

@@ -25,10 +25,10 @@ from sglang_dspark.confidence import NATIVE, RULES, Estimator
 from sglang_dspark.config import read_options
 from sglang_dspark.engine.agreement import Agreement, contents
 from sglang_dspark.engine.calibration import temperatures
+from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import step_metrics
-from sglang_dspark.engine.native.clock import StepClock
 from sglang_dspark.engine.native.planner import NativePlanner, history_lag
 from sglang_dspark.engine.native.profile import profile
 from sglang_dspark.engine.native.scheduling import NativeScheduling

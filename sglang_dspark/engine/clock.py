@@ -13,7 +13,8 @@ class StepClock:
 
     def __init__(self) -> None:
         self._ended = self._arrived = float("-inf")
-        self._launched: deque[float] = deque()
+        # Bounded, as an outcome that never comes takes none out; with overlap two steps are under way.
+        self._launched: deque[float] = deque(maxlen=8)
         self._interrupted = False
 
     def starts(self, now: float) -> None:
