@@ -12,8 +12,9 @@ def test_hundreds_of_requests_of_every_kind_survive_a_scheduler_that_fails():
 
 def test_each_way_of_going_wrong_is_complained_of():
     fine = {
-        "wrong": 0, "lost": 0, "kv_leaked": 0, "requests_leaked": 0, "drained": True, "answered": 1, "aborted": 1,
-        "disconnected": 1, "retractions": 1, "faults_planted": {"plan": 1}, "faults_counted": {"plan": 1},
+        "requests": 3, "answered": 1, "aborted": 1, "disconnected": 1, "wrong": 0, "lost": 0, "drained": True,
+        "kv_leaked": 0, "requests_leaked": 0, "retractions": 1,
+        "faults_planted": {"plan": 1}, "faults_counted": {"plan": 1},
     }  # fmt: skip
     assert list(complaints(fine)) == []
     worse = {"drained": False, "faults_counted": {}, "retractions": 0, "faults_planted": {}}
