@@ -24,8 +24,9 @@ LEAD, ERRORS = 0.02, 2.0
 # prediction lies below PROMISING of the present one is tried eight times less often, and not never: predictions may be
 # what is wrong. At half the speed, TRIAL steps in LONGEST cost below half a percent.
 SHORTEST, LONGEST, PROMISING = 64, 1024, 0.8
-# Memory of tau and time, steps. An error counts as at most double or half: a stall is no property of a mode.
-MEMORY, CLAMP = 256, log(2.0)
+# Memory of tau and time, steps. An error counts as at most fourfold, which is also as far as the cost model corrects
+# itself: a stall is no property of a mode.
+MEMORY, CLAMP = 256, log(4.0)
 # A batch that grew or shrank by half is another load, and the other modes are worth asking again.
 OTHER_LOAD = log(1.5)
 
@@ -103,7 +104,7 @@ class _Record:
     def tau(self) -> float:
         """Log of realised over predicted tokens; a few steps say little, so it starts from 0 with the weight of 4."""
         mean = 4 * self.expected / self.weight if self.weight else 1.0
-        return max(-2 * CLAMP, min(2 * CLAMP, log((self.produced + mean) / (self.expected + mean))))
+        return max(-CLAMP, min(CLAMP, log((self.produced + mean) / (self.expected + mean))))
 
     @property
     def variance(self) -> float:

@@ -1,6 +1,7 @@
 """Decides when the draft model rests: no forward of it at all, while drafting would not pay anyway."""
 
-# No-draft plans in a row before the draft rests: one odd step must not cool it down.
+# By how many the no-draft plans must outnumber the others before the draft rests: one odd step must not cool it down,
+# and plans that alternate must not pay for the extend of every step without a draft.
 PATIENCE = 8
 # Steps of the first rest, and of the longest. A rest that ends in vain doubles the next one, so that a draft that never
 # pays costs PATIENCE extends in every LONGEST steps.
@@ -38,8 +39,8 @@ class DraftRest:
             return 0
         if wants:
             if self._idle == 0:
-                self._length = SHORTEST  # drafted twice in a row: the last rest did not end in vain
-            self._idle = 0
+                self._length = SHORTEST  # drafting is the rule: the last rest did not end in vain
+            self._idle = max(self._idle - 1, 0)
             return wants
         self._idle += 1
         if self._idle > PATIENCE:
@@ -49,5 +50,5 @@ class DraftRest:
     def wake(self) -> None:
         """End a rest: from the next step on the draft can be used."""
         if self.resting:
-            self.resting, self._idle = False, 1
+            self.resting, self._idle = False, PATIENCE - 1  # if it was in vain, the next rest begins soon
             self._length = min(2 * self._length, LONGEST)

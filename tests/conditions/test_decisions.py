@@ -12,18 +12,17 @@ from tests.conditions.simulate import MACHINES, Simulated, throughput
 from tests.unit.test_budget import bound, even
 from tests.unit.test_step_scheduler import batch, scheduler, shown_at, step
 
-# Where drafting is all but worth it, steps that draft and steps that only keep the draft warm alternate.
-BREAK_EVEN = pytest.mark.xfail(
-    strict=True, reason="up to a tenth behind no draft at all: the guard compares what was realised"
-)
+# One user, and a draft whose extend costs half a step of plain decoding: steps that draft and steps that only keep it warm
+# alternate, where a fixed depth of 1 wins by a hundredth.
+BREAK_EVEN = pytest.mark.xfail(strict=True, reason="7% behind a fixed depth of 1: the extend of a step is not planned")
 
 
 @pytest.mark.parametrize(
     "machine, users",
     [
         *((machine, users) for machine in ("GPU", "CPU") for users in (1, 4, 8, 32)),
-        *(pytest.param("dear draft", users, marks=BREAK_EVEN) for users in (1, 4)),
-        *(("dear draft", users) for users in (8, 32)),
+        pytest.param("dear draft", 1, marks=BREAK_EVEN),
+        *(("dear draft", users) for users in (4, 8, 32)),
     ],
 )
 def test_c07_never_slower_than_the_best_fixed_setting_by_more_than_noise(machine, users):
@@ -94,7 +93,7 @@ def test_c18_an_overhead_that_the_cost_left_out_is_found_out_while_serving(accep
     not, and longer than its drafts are worth: 2.8 and 3.6 tokens a step."""
     it, rng = scheduler(fixed_ms=10.0, token_ms=0.01), np.random.default_rng(0)
     plans = []
-    for _ in range(600):
+    for _ in range(800):
         plan, _ = step(
             it,
             acceptance,
@@ -102,7 +101,7 @@ def test_c18_an_overhead_that_the_cost_left_out_is_found_out_while_serving(accep
             takes=lambda plan: 0.010 * slowdown if plan.depth else 0.010,
         )
         plans.append(plan)
-    assert it.guard.mode == "no_draft" and sum(plan.depth > 0 for plan in plans[400:]) < 20  # trials
+    assert it.guard.mode == "no_draft" and sum(plan.depth > 0 for plan in plans[600:]) < 20  # trials
 
 
 def test_c20_drafts_that_are_never_accepted_end_in_a_rest_and_are_tried_again():

@@ -33,7 +33,14 @@ def test_a_few_steps_without_a_draft_do_not_cool_it_down():
     for _ in range(20):
         run(rest, 0, PATIENCE)
         assert not rest.resting
-        assert rest.step(2, 8) == 2
+        assert run(rest, 2, PATIENCE) == [2] * PATIENCE
+
+
+def test_plans_that_alternate_do_not_keep_it_warm():
+    rest = DraftRest()
+    for _ in range(4 * PATIENCE):
+        rest.step(0, 8), rest.step(0, 8), rest.step(2, 8)
+    assert rest.rests > 0
 
 
 def test_a_rest_ends_with_one_step_that_only_warms_up():
@@ -62,7 +69,7 @@ def test_rests_that_end_in_vain_get_longer_and_drafting_makes_them_short_again()
     assert lengths == [min(SHORTEST * 2**k, LONGEST) for k in range(8)]
     while rest.resting:
         rest.step(1, 8)
-    run(rest, 1, 2)
+    run(rest, 1, PATIENCE)  # drafting is the rule again
     tire(rest)
     assert run(rest, 1, SHORTEST)[-1] == 0 and not rest.resting
 
