@@ -128,6 +128,12 @@ def _count_output(_: Callable[..., Any], batch: Any) -> None:
     count_output(batch)
 
 
+def _finish(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    from sglang_dspark.engine.stops import finish_token_by_token
+
+    finish_token_by_token(original, req, new_accepted_len)
+
+
 def _sample_argmax_drafts(original: Callable[..., Any] | None, **kwargs: Any) -> None:
     from sglang_dspark.engine.sampling import sample_argmax_drafts
 
@@ -214,6 +220,12 @@ SAMPLER = (
 # The two patches of the verify's sampling: min-p on every device, and everything on CPU.
 SAMPLING = ("01-verify-min-p", "02-cpu-verify-sampling")
 
+STOPS = Hook(
+    "managers.schedule_batch.Req.update_finish_state", "self, new_accepted_len", HookType.AROUND, _finish,
+    "of two stop strings in one accepted run SGLang takes the first of the request's list, not the first one said",
+    "where a request stops would depend on the schedule",
+)  # fmt: skip
+
 STARTUP = (
     Hook(
         "arg_groups.pipeline.run_resolution_pipeline", "server_args", HookType.BEFORE, _resolve,
@@ -287,6 +299,7 @@ WORKER = (
         "custom logit processors, and penalises a run only by what was said before it",
         "min-p, and on CPU top-k and top-p, would have no values; output under penalties would depend on the schedule",
     ),
+    STOPS,
     Hook(
         "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "self", HookType.AROUND, _count_output,
         "SGLang counts one token a step for penalties and min_new_tokens, however many a verify accepted",
@@ -371,6 +384,7 @@ NATIVE_GAPS = (
 )  # fmt: skip
 
 NATIVE = (
+    STOPS,
     Hook(
         "speculative.dspark_components.dspark_planner.build_sps_cost_table", "verify_num_draft_tokens",
         HookType.AFTER, _native_cost_table,

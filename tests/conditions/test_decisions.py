@@ -12,8 +12,8 @@ from tests.conditions.simulate import MACHINES, Simulated, throughput
 from tests.unit.test_budget import bound, even
 from tests.unit.test_step_scheduler import batch, scheduler, shown_at, step
 
-# One user, and a draft whose extend costs half a step of plain decoding: steps that draft and steps that only keep it warm
-# alternate, where a fixed depth of 1 wins by a hundredth.
+# One user, and a draft whose extend costs half a step of plain decoding: steps that draft and steps that only keep it
+# warm alternate, where a fixed depth of 1 wins by a hundredth.
 BREAK_EVEN = pytest.mark.xfail(strict=True, reason="7% behind a fixed depth of 1: the extend of a step is not planned")
 
 

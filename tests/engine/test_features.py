@@ -7,7 +7,7 @@ import pytest
 import requests
 import torch
 
-from tests.engine.asks import ASKS, ENDLESS, ask, same
+from tests.engine.asks import ASKS, ENDLESS, GREEDY, ask, same
 from tests.engine.conftest import Switch, dspark
 from tests.tiny.checkpoint import AUX_LAYERS
 
@@ -58,6 +58,18 @@ def test_each_ask_is_answered_as_without_speculation_in_one_mixed_batch(switch, 
     assert wrong == []
     info = server.info()["dspark"]
     assert info["faults"] == {} and info["verified"] >= (policy != "none")
+
+
+def test_of_two_stop_strings_in_one_run_the_one_said_first_ends_it(switch, plain, prompts):
+    server, seen = switch.to("all"), 0
+    for prompt in prompts:
+        words = ask(plain, prompt, {"sampling_params": ENDLESS})["text"].split()
+        for first, second in zip(words[4:12:2], words[5:13:2], strict=True):
+            body = {"sampling_params": {**GREEDY, "ignore_eos": True, "stop": [second, first]}}
+            wanted, got = ask(plain, prompt, body), ask(server, prompt, body)
+            assert same(got, wanted)
+            seen += wanted["meta_info"]["finish_reason"]["matched"] == first
+    assert seen > 20
 
 
 def test_hidden_states_are_those_of_the_accepted_tokens(switch, pairs, prompts):
