@@ -32,7 +32,7 @@ class Request:
 
     def __init__(self, slot):
         self.kv = SimpleNamespace(req_pool_idx=slot)
-        self.grammar = self.custom_logit_processor = None
+        self.grammar = self.custom_logit_processor = self.lora_id = None
         self.is_retracted = False
         self.sampling_params = SimpleNamespace(
             top_k=1, logit_bias=None, frequency_penalty=0, presence_penalty=0, repetition_penalty=1.0, min_new_tokens=0
@@ -194,6 +194,7 @@ def batch_of():
         seq_lens_cpu=None,
         forward_iter=1,
         out_cache_loc=None,
+        sampling_info=SimpleNamespace(custom_logit_processor=None),
     )
 
 
