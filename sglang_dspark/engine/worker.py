@@ -225,7 +225,8 @@ class DSparkWorker(EAGLEWorkerV2):
 
     def _settle(self, sent: Launched, result: Any, batch: Any) -> Settled:
         accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
-        seconds = None if batch.seq_lens.is_cpu else self._clock.arrives(time.perf_counter())
+        on_host = str(self.device).startswith("cpu")
+        seconds = None if on_host else self._clock.arrives(time.perf_counter())
         if seconds is not None:
             self._timed(sent, seconds)
         verified = result.cap_lens.numpy().astype(np.int64) - 1
