@@ -132,14 +132,17 @@ class Guard:
     def choose(self, plan: Plan, requests: int, alternatives: Callable[[], tuple[Plan, Plan]]) -> Plan:
         """The plan to run: `plan` itself, or one of the alternatives (no draft, verify-all at its best depth)."""
         self._step += 1
+        if self._trial is None and self.mode == "scheduled" and self._step % EVERY:
+            return plan
+        simple = alternatives()
         if self._trial is not None:
-            self._judge_trial(plan, alternatives())
+            self._judge_trial(plan, simple)
         elif self._step % EVERY == 0:
-            self._compare(plan, requests, alternatives())
+            self._compare(plan, requests, simple)
         wanted = self._trial or self.mode
         if wanted == "scheduled" and not plan.mode == self.mode == "no_draft":
             return plan
-        none, everything = alternatives()
+        none, everything = simple
         return none if wanted == "no_draft" else everything
 
     def observe(self, plan: Plan, produced: int, seconds: float) -> None:
