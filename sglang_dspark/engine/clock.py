@@ -8,8 +8,9 @@ MOST_HOST_SHARE = 0.3  # of a step's time; a longer gap before it was a prefill 
 
 
 class StepClock:
-    """Times steps in seconds. On a CPU a step ends when its call does. On a device its end is seen when its outcome
-    arrives: it took the time since the arrival before, if it was launched by then and nothing else ran between."""
+    """Times steps in seconds, with the host's work since the step before. On a CPU a step ends when its call does. On a
+    device its end is seen when its outcome arrives: it took the time since the arrival before if it was launched by
+    then, as under the overlap schedule, or since its launch."""
 
     def __init__(self) -> None:
         self._ended = self._arrived = float("-inf")
@@ -27,15 +28,20 @@ class StepClock:
         self._interrupted = True
 
     def ends(self, now: float) -> float:
-        """The call of the step that was started last ended, and the step with it: seconds it took, with the host's work
-        since the step before."""
+        """The call of the step that was started last ended, and the step with it: seconds it took."""
         self._launched.clear()
-        took, between = now - self._started, self._started - self._ended
-        self._ended = now
-        return took + (between if between < MOST_HOST_SHARE * took else 0.0)
+        before, self._ended = self._ended, now
+        return _took(before, self._started, now)
 
     def arrives(self, now: float) -> float | None:
         """The outcome of the oldest step that was not seen to end: seconds it took; None where that cannot be told."""
         before, self._arrived = self._arrived, now
         launched = self._launched.popleft() if self._launched else float("inf")
-        return now - before if launched <= before else None
+        if launched == float("inf") or before == float("-inf"):
+            return None
+        return _took(before, launched, now)
+
+
+def _took(before: float, launched: float, now: float) -> float:
+    took, between = now - launched, launched - before
+    return now - before if between < MOST_HOST_SHARE * took else took

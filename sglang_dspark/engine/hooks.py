@@ -163,9 +163,9 @@ def _outcome(processor: Any, result: Any, batch: Any) -> None:
 
 
 def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
-    from sglang_dspark.engine.worker import DSparkWorker
+    from sglang_dspark.engine.scheduled import add_info
 
-    DSparkWorker.add_info(internal_state.scheduler.draft_worker, state)
+    add_info(internal_state.scheduler.draft_worker, state)
 
 
 def _native_draft_backend(original: Callable[..., str], **kwargs: Any) -> str:
@@ -204,12 +204,6 @@ def _native_calibration(original: Callable[..., Any], path: str) -> Any:
     return calibration_for_sglang(original, path)
 
 
-def _native_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
-    from sglang_dspark.engine.native.worker import NativeWorker
-
-    NativeWorker.add_info(internal_state.scheduler.draft_worker, state)
-
-
 # Keyword arguments that both chain samplers of SGLang take.
 SAMPLER = (
     "predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, "
@@ -220,6 +214,13 @@ SAMPLER = (
 # The two patches of the verify's sampling: min-p on every device, and everything on CPU.
 SAMPLING = ("01-verify-min-p", "02-cpu-verify-sampling")
 
+# Of both of our workers.
+INFO = Hook(
+    "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
+    HookType.AFTER, _server_info,
+    "show plan and counters in the server's info endpoint",
+    "the counters would be missing from /server_info",
+)  # fmt: skip
 STOPS = Hook(
     "managers.schedule_batch.Req.update_finish_state", "self, new_accepted_len", HookType.AROUND, _finish,
     "of two stop strings in one accepted run SGLang takes the first of the request's list, not the first one said",
@@ -337,12 +338,7 @@ WORKER = (
         "SGLang tells a worker what was accepted, but not in which step, and under overlap the next one is launched",
         "nothing would be learnt: neither estimates nor counters would move",
     ),
-    Hook(
-        "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
-        HookType.AFTER, _server_info,
-        "show plan and counters in the server's info endpoint",
-        "the counters would be missing from /server_info",
-    ),
+    INFO,
 )  # fmt: skip
 
 NATIVE_GAPS = (
@@ -397,12 +393,7 @@ NATIVE = (
         "SGLang's flag for a calibration also takes the files of sglang-dspark calibrate, which it cannot read",
         "a server with such a file would not start",
     ),
-    Hook(
-        "managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative", "self, state",
-        HookType.AFTER, _native_info,
-        "show plan and counters in the server's info endpoint",
-        "the counters would be missing from /server_info",
-    ),
+    INFO,
 )  # fmt: skip
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
 
+from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.scheduler import Settled
 from sglang_dspark.observe.metrics import StepMetrics
-from sglang_dspark.schedule import Guard
+from sglang_dspark.schedule import Guard, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,33 @@ def labels() -> dict[str, Any]:
     return {**found, **(get_observability().extra_metric_labels or {})}
 
 
-def report_settled(metrics: StepMetrics, settled: Settled) -> None:
-    """Count a step and its outcome."""
-    plan = settled.plan
-    metrics.settled(plan.depth, settled.verified, settled.accepted, settled.tokens, plan.tau, settled.confidence)
+class Reports:
+    """What steps report to the metrics, if the server has any, and to the log. A fault in it stops nothing."""
 
-
-def report_switches(metrics: StepMetrics | None, guard: Guard) -> None:
-    """Log and count the modes that the guard changed to since the last call."""
-    for mode, reason, lead in guard.take_switches():
-        logger.info("DSPARK guard: %s from now on, %.2f times as fast by measurement (%s).", mode, lead, reason)
+    def __init__(self, faults: Faults, metrics: StepMetrics | None) -> None:
+        self._faults, self._metrics = faults, metrics
         if metrics is not None:
-            metrics.switched(mode, reason)
+            faults.watch = metrics.fault
+
+    def planned(self, plan: Plan, rests: bool, seconds: float, guard: Guard) -> None:
+        """A step was planned in so many seconds; the guard may have changed its mode over it."""
+        self._measure(lambda metrics: metrics.planned(plan.mode, plan.depth, plan.budget, rests, seconds))
+        for mode, reason, lead in guard.take_switches():
+            logger.info("DSPARK guard: %s from now on, %.2f times as fast by measurement (%s).", mode, lead, reason)
+            self._measure(lambda metrics, mode=mode, reason=reason: metrics.switched(mode, reason))
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        """A step whose time was planned took so many seconds."""
+        self._measure(lambda metrics: metrics.timed(plan.step_time, seconds))
+
+    def settled(self, it: Settled) -> None:
+        """A step has its outcome."""
+        plan = it.plan
+        self._measure(
+            lambda metrics: metrics.settled(plan.depth, it.verified, it.accepted, it.tokens, plan.tau, it.confidence)
+        )
+
+    def _measure(self, report: Callable[[StepMetrics], None]) -> None:
+        metrics = self._metrics
+        if metrics is not None:
+            self._faults.run("metrics", lambda: report(metrics), lambda: None)

@@ -55,12 +55,11 @@ def read_files(options: Options, sps_path: str | None, key: CostKey) -> CostTabl
 
 
 def step_cost(
-    worker: Any, options: Options, sps_path: str | None, key: CostKey, profile: Profile | None = None
+    worker: Any, options: Options, sps_path: str | None, key: CostKey, profile: Profile
 ) -> tuple[CostModel | None, dict[str, Any]]:
     """The cost model of a server that is about to serve, and a report of where it comes from.
 
-    profile: measures it in so many seconds; None: that of EAGLE drafts.
-
+    profile: measures it in so many seconds.
     Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
     """
     read: CostTable | None = worker.faults.run("cost table", lambda: read_files(options, sps_path, key), lambda: None)
@@ -74,9 +73,7 @@ def step_cost(
     limit = profile_limit(options.profile_seconds, started)
     if limit > 0:
         fallback = (None, report)
-        measured, report = worker.faults.run(
-            "profile", lambda: (profile or _profile())(worker, limit), lambda: fallback
-        )
+        measured, report = worker.faults.run("profile", lambda: profile(worker, limit), lambda: fallback)
         taken = report.get("seconds", 0.0)
         report["share_of_start"] = round(taken / (started + taken), 3)
     if known:
@@ -88,12 +85,6 @@ def step_cost(
         worker.faults.run("cost table", lambda: save_table(path, key, measured), lambda: None)
         logger.info("DSPARK: step cost written to %s; the next start reads it.", path)
     return _model(measured, worker), report
-
-
-def _profile() -> Profile:
-    from sglang_dspark.engine.profile import profile
-
-    return profile
 
 
 def _model(table: CostTable | None, worker: Any) -> CostModel | None:

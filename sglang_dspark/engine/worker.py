@@ -7,8 +7,6 @@ Drafting, acceptance, KV and output stay SGLang's (EAGLEWorkerV2); prefill is un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from math import nan
 from typing import Any
 
@@ -20,31 +18,21 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
-from sglang_dspark import __version__
-from sglang_dspark.confidence import HEAD, HEADLESS, RULES, Estimator
+from sglang_dspark.confidence import HEAD, HEADLESS
 from sglang_dspark.confidence.head import HEAD_RULES, ConfidenceHead
-from sglang_dspark.config import read_options
-from sglang_dspark.cost import CostKey
-from sglang_dspark.engine.agreement import Agreement, contents
-from sglang_dspark.engine.calibration import temperatures
-from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.confidence_head import find_head, load_head
-from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
-from sglang_dspark.engine.faults import Faults
-from sglang_dspark.engine.metrics import report_settled, report_switches, step_metrics
-from sglang_dspark.engine.policy import Policy, load_policy
-from sglang_dspark.engine.requests import RequestTable, has_adapters
+from sglang_dspark.engine.policy import Policy
+from sglang_dspark.engine.profile import profile
+from sglang_dspark.engine.requests import has_adapters
 from sglang_dspark.engine.sampling import verified_alone
-from sglang_dspark.engine.scheduler import Launched, Settled, StepBatch, StepScheduler, spread, tokens_sent
-from sglang_dspark.engine.step_cost import step_cost
-from sglang_dspark.engine.verify import VerifyTarget, cut_chain, end_chains, propose_nothing, ragged_rows
-from sglang_dspark.observe import TraceWriter
-from sglang_dspark.observe.metrics import StepMetrics
+from sglang_dspark.engine.scheduled import Scheduled
+from sglang_dspark.engine.scheduler import Launched, Settled, StepBatch, spread, tokens_sent
+from sglang_dspark.engine.verify import RaggedRows, VerifyTarget, cut_chain, end_chains, propose_nothing, ragged_rows
 from sglang_dspark.schedule import Plan
 
 
-class DSparkWorker(EAGLEWorkerV2):
+class DSparkWorker(Scheduled, EAGLEWorkerV2):
     """EAGLEWorkerV2 that verifies, for each request, the draft tokens that are worth their cost."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,80 +40,56 @@ class DSparkWorker(EAGLEWorkerV2):
         # EAGLEWorkerV2 names its draft worker's class itself. Ours adds methods and buffers made later, nothing that
         # construction needs, so the instance can change its class.
         self._draft_worker.__class__ = DSparkDraftWorker
-        self.options = read_options()
         self.gamma: int = self.speculative_num_steps
-        self.faults = Faults()
-        self.agreement = Agreement(get_parallel().tp_group)
-        self.cost_report: dict[str, Any] = {}
+        self.start_deciding()
         self._plan: Plan | None = None
         self._warm = True
         self._batch: StepBatch | None = None
         self._launched: Launched | None = None
-        self._clock = StepClock()
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
-        """Stock, then our buffers: one row a request slot."""
+        """Stock, then our buffers."""
         super().alloc_memory_pool(*args, **kwargs)
-        slots = self.req_to_token_pool.req_to_token.shape[0]
         head = self.faults.run("head", self._load_head, lambda: None)
+        self.start_scheduling(HEADLESS if head is None else HEAD)
         drawn = self.server_args.speculative_use_rejection_sampling
         rules = [HEAD_RULES.index("greedy"), HEAD_RULES.index("drawn" if drawn else "sampled")]
-        self._draft_worker.start_watching(slots, head, rules if head is not None else ())
-        self.requests = RequestTable(slots)
-        source = HEADLESS if head is None else HEAD
-        start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, source, self.gamma)
-        self.scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, source, start))
-        self.scheduler.trace = self.faults.run("trace", self._open_trace, lambda: None)
-        self.metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
-        if self.metrics is not None:
-            self.faults.watch = self.metrics.fault
-        self.policy = load_policy(self.options.policy, self.scheduler)
+        self._draft_worker.start_watching(self.scheduler.slots, head, rules if head is not None else ())
 
     def _load_head(self) -> ConfidenceHead | None:
         draft, ranks = self.server_args.speculative_draft_model_path, get_parallel().tp_group.world_size
         return load_head(find_head(self.options, draft, ranks), self.target_worker.model_runner.model)
 
-    def _open_trace(self) -> TraceWriter | None:
-        path = self.options.trace
-        if path is None or not self.agreement.is_first:
-            return None
-        return TraceWriter(path, self.gamma, self.scheduler.estimator.source.shown, RULES, self.options.trace_bytes)
-
     def init_cuda_graphs(self) -> None:
         """Stock, then the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
         self._draft_worker.watch_graphs()
-        key = cost_key(self.server_args, self.target_worker.model_runner.model_config)
-        sps_path = self.server_args.speculative_dspark_sps_table_path
-        self._refuse_other_settings(key)
-        self.scheduler.cost, self.cost_report = step_cost(self, self.options, sps_path, key)
+        self.start_pricing(profile, find_head(self.options, self.server_args.speculative_draft_model_path, 1))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock, with the step's depth set first. Prefill and idle batches pass through."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
-            self._clock.interrupted()
+            self.clock.interrupted()
             self._set_depth(self.gamma)
             return super().forward_batch_generation(batch, *args, **kwargs)
         start = time.perf_counter()
-        self._clock.starts(start)
+        self.clock.starts(start)
         self._batch = self.requests.describe(batch)
         plan = self._plan = self._make_plan(batch)
-        planned = time.perf_counter() - start
-        self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, not self._warm, planned))
-        self.faults.run("guard", lambda: report_switches(self.metrics, self.scheduler.guard), lambda: None)
+        self.reports.planned(plan, not self._warm, time.perf_counter() - start, self.scheduler.guard)
         self._set_depth(plan.depth)
         # SGLang's own switch for a step without draft: its extend stays out too, and stubs stand for its output.
         with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(not self._warm):
             result = super().forward_batch_generation(batch, *args, **kwargs)
         if batch.seq_lens.is_cpu:  # elsewhere the host sees the step's end only when its outcome arrives
-            self._timed(self._launched, self._clock.ends(time.perf_counter()))
+            self._timed(self._launched, self.clock.ends(time.perf_counter()))
         return result
 
     def _timed(self, sent: Launched | None, seconds: float) -> None:
         if sent is not None and self.faults.run("timing", lambda: self.scheduler.timed(sent, seconds), lambda: False):
-            self._measure(lambda metrics: metrics.timed(sent.plan.step_time, seconds))
+            self.reports.timed(sent.plan, seconds)
 
     def _make_plan(self, batch: Any) -> Plan:
         described = self._batch
@@ -164,20 +128,7 @@ class DSparkWorker(EAGLEWorkerV2):
             lambda: self._allocate(batch, plan, described, shown),
             lambda: (shown.new_zeros(requests, self.gamma), spread(plan, requests, shown.device)),
         )
-        lens = self.agreement.lengths(lens)
-        alone = verified_alone(batch.sampling_info)
-        even_rows = has_adapters(batch)
-        if even_rows:
-            lens = _full(requests, depth, lens)
-            rows = ragged_rows(lens, depth + 1, requests * (depth + 1), self.gamma + 1)
-        if alone:
-            lens = lens.index_fill(0, torch.tensor(alone, device=lens.device), 1)
-        if not even_rows:
-            rows = ragged_rows(lens, depth + 1, self._tokens(plan, lens, exact=bool(alone)), self.gamma + 1)
-        if rows is not None:
-            cut_chain(batch.spec_info, rows)
-        if even_rows and depth:
-            end_chains(batch.spec_info, lens, depth + 1)
+        lens, rows = self._lay_out(batch, plan, self.agreement.lengths(lens))
         target = VerifyTarget(self.target_worker, rows)
         result = run_eagle_verify(
             batch,
@@ -202,6 +153,24 @@ class DSparkWorker(EAGLEWorkerV2):
         )
         return result
 
+    def _lay_out(self, batch: Any, plan: Plan, lens: Tensor) -> tuple[Tensor, RaggedRows | None]:
+        """The lengths [R] that the requests allow, and the rows of the forward; ends the chains accordingly."""
+        width = plan.depth + 1
+        alone = verified_alone(batch.sampling_info)
+        even_rows = has_adapters(batch)
+        sent = lens.new_full((len(lens),), width) if even_rows else lens
+        if alone:
+            lens = sent.index_fill(0, torch.tensor(alone, device=lens.device), 1)
+        elif even_rows:
+            lens = sent
+        total = len(lens) * width if even_rows else self._tokens(plan, lens, exact=bool(alone))
+        rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1)
+        if rows is not None:
+            cut_chain(batch.spec_info, rows)
+        if even_rows and alone:
+            end_chains(batch.spec_info, lens, width)
+        return lens, rows
+
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(shown, described)
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
@@ -221,55 +190,17 @@ class DSparkWorker(EAGLEWorkerV2):
         if isinstance(worker, DSparkWorker) and sent is not None:
             settled = worker.faults.run("learning", lambda: worker._settle(sent, result, batch), lambda: None)
             if settled is not None:
-                worker._measure(lambda metrics: report_settled(metrics, settled))
+                worker.reports.settled(settled)
 
     def _settle(self, sent: Launched, result: Any, batch: Any) -> Settled:
         accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
         on_host = str(self.device).startswith("cpu")
-        seconds = None if on_host else self._clock.arrives(time.perf_counter())
+        seconds = None if on_host else self.clock.arrives(time.perf_counter())
         if seconds is not None:
             self._timed(sent, seconds)
         verified = result.cap_lens.numpy().astype(np.int64) - 1
         alive = np.array([not (req.finished() or req.is_retracted) for req in batch.reqs])
         return self.scheduler.settle(sent, accepted, verified, alive)
-
-    def _measure(self, report: Callable[[StepMetrics], None]) -> None:
-        metrics = self.metrics
-        if metrics is not None:
-            self.faults.run("metrics", lambda: report(metrics), lambda: None)
-
-    def _refuse_other_settings(self, key: CostKey) -> None:
-        """Every rank must plan, price and estimate from the same flags, variables and files."""
-        args = self.server_args
-        files = {
-            "cost table": self.options.cost_table,
-            "SPS table": args.speculative_dspark_sps_table_path,
-            "calibration": args.speculative_dspark_confidence_sts_path,
-            "confidence head": find_head(self.options, args.speculative_draft_model_path, 1),
-        }
-        mine = {"sglang_dspark": __version__, "num_steps": self.gamma, **asdict(self.options), **asdict(key)}
-        self.agreement.refuse_differences({**mine, **{f"{name} contents": contents(p) for name, p in files.items()}})
-
-    # -- what a person can see -------------------------------------------------------------------------------------
-
-    @staticmethod
-    def add_info(worker: Any, state: dict[str, Any]) -> None:
-        """Put our part into SGLang's internal state, which /server_info shows."""
-        if isinstance(worker, DSparkWorker):
-            state["dspark"] = worker.faults.run("info", worker.info, dict)
-
-    def info(self) -> dict[str, Any]:
-        """Counters, last plan, profile, faults and what is free in the pools, as plain JSON types."""
-        return {
-            **self.scheduler.info(),
-            "cost": self.cost_report,
-            "faults": dict(self.faults.counts),
-            # Target and draft write the same slots of one allocator, so one number is both.
-            "pools": {
-                "kv_free": self.token_to_kv_pool_allocator.available_size(),
-                "requests_free": self.req_to_token_pool.available_size(),
-            },
-        }
 
 
 def even(plan: Plan, requests: int) -> Plan:
@@ -279,7 +210,3 @@ def even(plan: Plan, requests: int) -> Plan:
     """
     depth = -(-plan.budget // requests)
     return plan._replace(depth=depth, budget=depth * requests, tau=nan, step_time=nan, theta=nan)
-
-
-def _full(requests: int, depth: int, like: Tensor) -> Tensor:
-    return torch.full((requests,), depth + 1, dtype=torch.int32, device=like.device)

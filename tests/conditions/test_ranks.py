@@ -7,9 +7,9 @@ import pytest
 
 from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey
-from sglang_dspark.engine import worker as worker_module
+from sglang_dspark.engine import scheduled
 from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.worker import DSparkWorker
+from sglang_dspark.engine.scheduled import Scheduled
 from tests.unit.agreement_ranks import decide, ranks
 
 
@@ -26,24 +26,22 @@ SETTINGS = [*(("options", f.name) for f in dataclasses.fields(Options)), *(("key
 
 @pytest.mark.parametrize("place, name", [*SETTINGS, ("gamma", "num_steps"), ("version", "sglang_dspark")])
 def test_c17_a_setting_of_one_rank_only_is_refused_at_start_and_named(monkeypatch, place, name):
-    def worker(other: bool, gather) -> DSparkWorker:
-        it = object.__new__(DSparkWorker)
+    def worker(other: bool, gather) -> Scheduled:
+        it = object.__new__(Scheduled)
         it.gamma = 5 if other and place == "gamma" else 4
         changed = {name: "another"} if other and place == "options" else {}
         it.options = dataclasses.replace(Options(), **changed)
         it.server_args = SimpleNamespace(
-            speculative_dspark_sps_table_path=None,
-            speculative_dspark_confidence_sts_path=None,
-            speculative_draft_model_path=None,
+            speculative_dspark_sps_table_path=None, speculative_dspark_confidence_sts_path=None
         )
         it.agreement = Agreement(SimpleNamespace(world_size=2, all_gather_object=gather))
-        monkeypatch.setattr(worker_module, "__version__", "another" if other and place == "version" else "1")
+        monkeypatch.setattr(scheduled, "__version__", "another" if other and place == "version" else "1")
         return it
 
     seen = []
     for other in (False, True):
         key = KEY | ({name: "another"} if other and place == "key" else {})
-        worker(other, lambda mine: seen.append(mine) or [mine])._refuse_other_settings(CostKey(**key))
+        worker(other, lambda mine: seen.append(mine) or [mine])._refuse_other_settings(CostKey(**key), None)
     with pytest.raises(Refusal) as refused:
-        worker(False, lambda _: seen)._refuse_other_settings(CostKey(**KEY))
+        worker(False, lambda _: seen)._refuse_other_settings(CostKey(**KEY), None)
     assert f"rank 1 was started with {name} " in str(refused.value) and str(refused.value).endswith(".")

@@ -19,6 +19,7 @@ from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.faults import Faults
+from sglang_dspark.engine.metrics import Reports
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepScheduler
@@ -159,10 +160,11 @@ def worker_of(plans, head=False, ranks=1):
         own.draft_runner.forward = own._tap(own.draft_runner.forward)
 
     it = DSparkWorker.__new__(DSparkWorker)
-    it.gamma, it.device, it.faults, it.metrics, it.topk = GAMMA, DEVICE, Faults(), None, 1
+    it.gamma, it.device, it.faults, it.topk = GAMMA, DEVICE, Faults(), 1
+    it.reports = Reports(it.faults, None)
     it.agreement = Agreement(SimpleNamespace(world_size=1)) if ranks == 1 else ranks_of_two()
     it._plan = it._batch = it._launched = it.plan_stream = it.plan_stream_ctx = None
-    it._warm, it._clock, it._draft_worker, it._target_worker = True, StepClock(), own, Target()
+    it._warm, it.clock, it._draft_worker, it._target_worker = True, StepClock(), own, Target()
     it.req_to_token_pool = it.token_to_kv_pool_allocator = None
     it.requests = RequestTable(SLOTS)
     it.scheduler = StepScheduler(SLOTS, GAMMA, Estimator(SLOTS, GAMMA, HEAD if head else HEADLESS))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dspark.confidence import NATIVE, Estimator
 from sglang_dspark.cost import CostModel, CostTable, profile_grid
-from sglang_dspark.engine.clock import StepClock
 from sglang_dspark.engine.faults import Faults
+from sglang_dspark.engine.metrics import Reports
 from sglang_dspark.engine.native import arguments
 from sglang_dspark.engine.native.planner import NativePlanner, calibration_for_sglang, without_table
 from sglang_dspark.engine.native.scheduling import NativeScheduling, block_plan
@@ -39,7 +39,8 @@ def scheduling(policy=Policy, agree=lambda batch, plan, warm: (plan, warm), toke
     times = tuple((1.0 + token_ms * t) / 1e3 for t in (1, 64))
     table = CostTable((1, 64), times, draft_start=block_ms / 1e3, free_depth=GAMMA)
     it.cost = CostModel(table, max_depth=GAMMA)
-    return NativeScheduling(Requests(), it, policy(it), Faults(), None, SimpleNamespace(plan=agree))
+    faults = Faults()
+    return NativeScheduling(Requests(), it, policy(it), faults, Reports(faults, None), SimpleNamespace(plan=agree))
 
 
 def step(it, requests, logit=3.0, accepted_of=lambda n: n, seconds=0.002):
@@ -218,41 +219,6 @@ def test_a_block_is_priced_once_and_by_requests():
     model = CostModel(fit_table(samples, free_depth=GAMMA), max_depth=GAMMA)
     times = [float(model.step_time(4, depth, 4, 256)) for depth in range(GAMMA + 1)]
     assert times[1:] == pytest.approx([times[0] + 0.012] * GAMMA, rel=0.02)
-
-
-def test_the_clock_counts_a_step_that_was_launched_before_the_last_one_arrived():
-    clock = StepClock()
-    clock.starts(0.0)
-    clock.starts(1.0)
-    assert clock.arrives(3.0) is None  # nothing arrived before it
-    clock.starts(3.5)
-    assert clock.arrives(5.0) == 2.0
-    assert clock.arrives(8.0) == 3.0
-    clock.starts(9.0)  # the device had nothing to do from 8 to 9
-    assert clock.arrives(10.0) is None
-
-
-def test_the_clock_leaves_out_a_step_behind_a_prefill():
-    clock = StepClock()
-    clock.starts(0.0)
-    clock.starts(0.1)
-    clock.arrives(1.0)
-    clock.interrupted()
-    clock.starts(1.1)
-    clock.starts(1.2)
-    assert clock.arrives(2.0) == 1.0  # was under way before the prefill
-    assert clock.arrives(9.0) is None  # the prefill is in this one
-    assert clock.arrives(10.0) == 1.0
-
-
-def test_on_a_cpu_the_hosts_work_before_a_step_counts_and_a_wait_does_not():
-    clock = StepClock()
-    clock.starts(0.0)
-    assert clock.ends(1.0) == 1.0
-    clock.starts(1.25)
-    assert clock.ends(2.25) == 1.25
-    clock.starts(9.0)
-    assert clock.ends(10.0) == 1.0
 
 
 def test_only_the_table_that_stands_for_no_file_is_replaced():

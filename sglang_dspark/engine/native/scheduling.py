@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +22,10 @@ from torch import Tensor
 
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.faults import Faults
-from sglang_dspark.engine.metrics import report_settled
+from sglang_dspark.engine.metrics import Reports
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
-from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.schedule import Plan
 from sglang_dspark.schedule.budget import Mode
 
@@ -59,12 +57,12 @@ class NativeScheduling:
         scheduler: StepScheduler,
         policy: Policy,
         faults: Faults,
-        metrics: StepMetrics | None,
+        reports: Reports,
         agreement: Agreement,
     ) -> None:
         """agreement: of the tensor-parallel ranks, on the first one's plans."""
         self.requests, self.scheduler, self.policy = requests, scheduler, policy
-        self.faults, self.metrics, self.agreement = faults, metrics, agreement
+        self.faults, self.reports, self.agreement = faults, reports, agreement
         self.gamma = scheduler.gamma
         self.forced: float | None = None
         """Share of what is drafted to verify, in place of a plan's; None: plans decide."""
@@ -87,9 +85,8 @@ class NativeScheduling:
         self._confidence = torch.zeros(requests, self.gamma)
         self._tokens = self._shown.new_zeros(requests, 0, dtype=torch.long)
         self._lens = torch.ones(requests, dtype=torch.int32)
-        plan, planned = self.plan, time.perf_counter() - start
-        rests = not (plan.depth or self.scheduler.warm)
-        self._measure(lambda m: m.planned(plan.mode, plan.depth, plan.budget, rests, planned))
+        rests = not (self.plan.depth or self.scheduler.warm)
+        self.reports.planned(self.plan, rests, time.perf_counter() - start, self.scheduler.guard)
 
     def drafted(self, logits: Tensor, tokens: Tensor) -> None:
         """The step's draft: logits of the confidence head, known before a token was drawn, and tokens, [R, gamma].
@@ -155,14 +152,8 @@ class NativeScheduling:
         plan, tokens, took = step.plan, step.tokens, step.seconds if seconds is None else seconds
         sent = self.scheduler.launched(step.batch, plan, step.shown, step.confidence, tokens)
         if took is not None and self.scheduler.timed(sent, took):
-            self._measure(lambda m: m.timed(plan.step_time, took))
-        settled = self.scheduler.settle(sent, accepted, step.lens.cpu().numpy().astype(np.int64) - 1)
-        self._measure(lambda m: report_settled(m, settled))
-
-    def _measure(self, report: Callable[[StepMetrics], None]) -> None:
-        metrics = self.metrics
-        if metrics is not None:
-            self.faults.run("metrics", lambda: report(metrics), lambda: None)
+            self.reports.timed(plan, took)
+        self.reports.settled(self.scheduler.settle(sent, accepted, step.lens.cpu().numpy().astype(np.int64) - 1))
 
 
 def block_plan(plan: Plan, requests: int, gamma: int, forced: float | None = None) -> Plan:
