@@ -178,7 +178,9 @@ class StepScheduler:
         return Plan(depth, requests * depth, "verify_all", float("nan"), float("nan"), float("nan"))
 
     def _probe(self, plan: Plan, requests: int) -> Plan:
-        if plan.depth == self.gamma or self._step - self._seen_at[plan.depth] <= PROBE_STEPS:
+        # What a rest plans comes from priors, which say nothing of how deep the draft would go: there, position 1 counts.
+        depth = 0 if self.rest.resting else plan.depth
+        if depth == self.gamma or self._step - self._seen_at[depth] <= PROBE_STEPS:
             return plan
         if self.rest.resting:
             self.rest.wake()  # the draft must be warm before it can be probed: at the next step

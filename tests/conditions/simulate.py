@@ -8,6 +8,8 @@ import torch
 from sglang_dspark.confidence import FEATURES, draft_features
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.schedule import Plan
+from tests.unit.closed_loop import drive
 
 GAMMA, CONTEXT, LENGTH = 5, 512, 128
 
@@ -72,22 +74,25 @@ class Simulated:
         return np.minimum(run, self.fixed), self._takes(self.fixed, len(run) * (self.fixed + 1))
 
     def _scheduled(self, chances: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, float]:
-        it, users = self.scheduler, len(run)
+        it, users, seconds = self.scheduler, len(run), 0.0
         clean, greedy = np.ones(users, bool), np.zeros(users, np.int64)
         described = StepBatch(np.arange(users), self.generation, greedy, clean, CONTEXT * users)
-        plan = it.plan(described, _shown(self.first))
-        shown = _shown(chances[:, : plan.depth])
-        confidence = it.confidence(shown, described)
-        lens = it.allocate(plan, confidence)
-        tokens = int(lens.sum())
-        sent = it.launched(described, plan, shown, confidence, tokens)
-        verified = lens.numpy().astype(np.int64) - 1
-        accepted = np.minimum(run, verified)
-        seconds = self._takes(plan.depth, tokens)
-        if plan.depth == 0 and it.warm:  # the extend that keeps the draft warm
-            seconds += self.truth.table.extend_fixed
-        it.timed(sent, seconds)
-        it.settle(sent, accepted, verified)
+
+        def takes(plan: Plan, tokens: int) -> float:
+            nonlocal seconds
+            seconds = self._takes(plan.depth, tokens)
+            if plan.depth == 0 and it.warm:  # the extend that keeps the draft warm
+                seconds += self.truth.table.extend_fixed
+            return seconds
+
+        _, _, accepted = drive(
+            it,
+            described,
+            _shown(self.first),
+            lambda depth: _shown(chances[:, :depth]),
+            lambda verified: np.minimum(run, verified),
+            takes,
+        )
         return accepted, seconds
 
     def _takes(self, depth: int, tokens: int) -> float:

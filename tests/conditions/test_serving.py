@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.launch import Server
 from tests.engine.asks import ASKS, ENDLESS, ask, same
-from tests.engine.conftest import Switch, dspark, greedy
+from tests.engine.conftest import greedy, switched
 from tests.engine.test_exact import check
 from tests.engine.test_lifecycle import free
 
@@ -18,11 +18,9 @@ POOL = ("--max-running-requests", "64", "--max-total-tokens", "16384")
 
 @pytest.fixture(scope="module")
 def shared(pairs, tmp_path_factory):
-    file = tmp_path_factory.mktemp("policy") / "policy"
-    file.write_text("own")
-    env = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-    with dspark(pairs.target, pairs.eagle3, *POOL, "--chunked-prefill-size", "128", env=env) as it:
-        yield Switch(it, file)
+    flags = (*POOL, "--chunked-prefill-size", "128")
+    with switched(tmp_path_factory.mktemp("policy"), pairs.target, pairs.eagle3, *flags) as it:
+        yield it
 
 
 def test_c01_a_burst_of_256_that_drains_to_one_neither_hangs_nor_collapses(shared, prompts, expected):

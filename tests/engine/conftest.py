@@ -1,7 +1,10 @@
 """Fixtures of the engine tests: real SGLang servers on tiny models, and what plain decoding says."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -50,25 +53,29 @@ class Switch:
         self.file.write_text(policy)
         return self.server
 
+    def __enter__(self) -> Switch:
+        self.server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+def switched(
+    folder: Path, target: Path, draft: Path | None, *args: str, policy: str = "own", env: dict[str, str] | None = None
+) -> Switch:
+    """A DSPARK server under the Switch policy that is starting up. folder: where the policy is written."""
+    file = folder / "policy"
+    file.write_text(policy)
+    env = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file), **(env or {})}
+    return Switch(dspark(target, draft, *args, env=env), file)
+
 
 @pytest.fixture
 def switch(tmp_path: Path) -> Iterator[Callable[..., Switch]]:
     """Starts a DSPARK server under the Switch policy; it ends with the test."""
-    running: list[Server] = []
-
-    def start(target: Path, draft: Path | None, *args: str) -> Switch:
-        file = tmp_path / "policy"
-        file.write_text("own")
-        server = dspark(
-            target, draft, *args, env={"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-        )
-        running.append(server)
-        server.wait_ready()
-        return Switch(server, file)
-
-    yield start
-    for server in running:
-        server.close()
+    with ExitStack() as running:
+        yield lambda target, draft, *args: running.enter_context(switched(tmp_path, target, draft, *args))
 
 
 def dspark(target: Path, draft: Path | None, *args: str, env: dict[str, str] | None = None) -> Server:

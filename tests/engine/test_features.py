@@ -8,7 +8,7 @@ import requests
 import torch
 
 from tests.engine.asks import ASKS, ENDLESS, GREEDY, ask, same
-from tests.engine.conftest import Switch, dspark
+from tests.engine.conftest import switched
 from tests.tiny.checkpoint import AUX_LAYERS
 
 FLAGS = ("--speculative-num-steps", "4", "--enable-return-hidden-states", "--enable-priority-scheduling")
@@ -17,11 +17,9 @@ POLICIES = ("none", "random", "rests", "own")
 
 @pytest.fixture(scope="module")
 def switch(pairs, tmp_path_factory):
-    file = tmp_path_factory.mktemp("policy") / "policy"
-    file.write_text("own")
-    env = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-    with dspark(pairs.target, pairs.eagle3, *FLAGS, "--enable-custom-logit-processor", env=env) as it:
-        yield Switch(it, file)
+    flags = (*FLAGS, "--enable-custom-logit-processor")
+    with switched(tmp_path_factory.mktemp("policy"), pairs.target, pairs.eagle3, *flags) as it:
+        yield it
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from sglang_dspark.cost import CostTable, save_table
 from sglang_dspark.engine.deployment import cost_key
-from tests.engine.conftest import Switch, dspark, greedy
+from tests.engine.conftest import dspark, greedy, switched
 from tests.engine.test_sampling import ALPHA, SAMPLES, distribution, p_value, sample
 
 LONG = pytest.mark.long
@@ -18,17 +18,11 @@ TOKENS = (1, 16, 96)
 POLICIES = (pytest.param("none", marks=LONG), pytest.param("all", marks=LONG), "random", "depths", "own")
 
 
-def switched(file, policy="own"):
-    file.write_text(policy)
-    return {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-
-
 @pytest.fixture(scope="module")
 def native(pairs, tmp_path_factory):
     """Nothing but the draft is given: overlap, profile and ragged verify as they come."""
-    file = tmp_path_factory.mktemp("policy") / "policy"
-    with dspark(pairs.target, pairs.dspark, "--enable-metrics", env=switched(file)) as server:
-        yield Switch(server, file)
+    with switched(tmp_path_factory.mktemp("policy"), pairs.target, pairs.dspark, "--enable-metrics") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +151,8 @@ def target(pairs):
 def chi(request, pairs, tmp_path_factory):
     """A block of 3 on the counting target, whose drafts are sampled."""
     flags = ("--disable-radix-cache", *(("--disable-overlap-schedule",) if request.param == "no overlap" else ()))
-    file = tmp_path_factory.mktemp("policy") / "policy"
-    with dspark(pairs.chi_target, pairs.chi_dspark, *flags, env=switched(file)) as server:
-        yield Switch(server, file)
+    with switched(tmp_path_factory.mktemp("policy"), pairs.chi_target, pairs.chi_dspark, *flags) as running:
+        yield running
 
 
 @LONG
@@ -225,17 +218,19 @@ def test_faults_of_ours_verify_everything(pairs, expected, prompts):
 @LONG
 def test_two_ranks_follow_one_plan(pairs, expected, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    file = tmp_path / "policy"
-    with dspark(pairs.target, pairs.dspark, "--tp-size", "2", env=switched(file)) as server:
+    with switched(tmp_path, pairs.target, pairs.dspark, "--tp-size", "2") as running:
         for policy in ("random", "depths", "own"):
-            output, _ = grown(Switch(server, file).to(policy), lambda: greedy(server, prompts))
+            server = running.to(policy)
+            output, _ = grown(server, lambda server=server: greedy(server, prompts))
             assert output == expected, policy
 
 
 @LONG
 def test_pages_and_retraction_keep_greedy_output(pairs, expected, prompts, tmp_path):
-    env = {**switched(tmp_path / "policy", "random"), "SGLANG_TEST_RETRACT": "1", "TRITON_INTERPRET": "1"}
-    with dspark(pairs.target, pairs.dspark, "--page-size", "16", env=env) as server:
+    env = {"SGLANG_TEST_RETRACT": "1", "TRITON_INTERPRET": "1"}
+    flags = ("--page-size", "16")
+    with switched(tmp_path, pairs.target, pairs.dspark, *flags, policy="random", env=env) as running:
+        server = running.server
         output, _ = grown(server, lambda: greedy(server, prompts))
         assert output == expected
         server.flush()

@@ -7,26 +7,22 @@ from random import Random
 import pytest
 import requests
 
-from tests.engine.conftest import NEW_TOKENS, Switch, dspark, free, greedy
+from tests.engine.conftest import NEW_TOKENS, free, greedy, switched
 
 OVERLAP = {"DSPARK_CPU_OVERLAP": "1", "TRITON_INTERPRET": "1"}
 POLICIES = ("none", "all", "random", "budgets", "depths", "rests", "own")
 
 
-def start(pairs, tmp_path, *args, **env):
-    file = tmp_path / "policy"
-    file.write_text("own")
-    environment = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file), **OVERLAP, **env}
+def start(pairs, folder, *args, **env):
     flags = ("--speculative-num-steps", "4", "--chunked-prefill-size", "32", *args)
-    return dspark(pairs.target, pairs.eagle3, *flags, env=environment), file
+    return switched(folder, pairs.target, pairs.eagle3, *flags, env={**OVERLAP, **env})
 
 
 @pytest.fixture(scope="module")
 def overlap(pairs, tmp_path_factory):
-    server, file = start(pairs, tmp_path_factory.mktemp("overlap"))
-    with server:
-        assert not server.info()["disable_overlap_schedule"]
-        yield Switch(server, file)
+    with start(pairs, tmp_path_factory.mktemp("overlap")) as running:
+        assert not running.server.info()["disable_overlap_schedule"]
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +95,11 @@ def test_outcomes_are_learnt_from(overlap, prompts):
 @pytest.mark.parametrize("how", ("retraction", "pages of 16", "mixed chunks"))
 def test_overlap_with(pairs, prompts, expected, tmp_path, how):
     args = {"retraction": [], "pages of 16": ["--page-size", "16"], "mixed chunks": ["--enable-mixed-chunk"]}[how]
-    server, file = start(pairs, tmp_path, *args, SGLANG_TEST_RETRACT=str(int(how == "retraction")))
-    with server:
+    with start(pairs, tmp_path, *args, SGLANG_TEST_RETRACT=str(int(how == "retraction"))) as running:
+        server = running.server
         before = free(server)
         for policy in ("budgets", "rests", "own"):
-            file.write_text(policy)
+            running.to(policy)
             assert greedy(server, prompts) == expected, policy
             assert greedy(server, prompts, 5) == expected, policy
         assert free(server) == before

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.launch import Server
 from sglang_dspark.engine.hooks import WORKER
 from sglang_dspark.patches import open_tree
-from tests.engine.conftest import Switch, base, dspark
+from tests.engine.conftest import base, switched
 from tests.engine.test_exact import check
 from tests.engine.test_sampling import ALPHA, REJECTION, SAMPLES, distribution, p_value, sample, target  # noqa: F401
 from tests.sglang_tree import link_tree
@@ -30,25 +30,17 @@ def patched(tmp_path_factory) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
 
 
-def switched(pairs_target, draft, patched, tmp_path, *flags):
-    file = tmp_path / "policy"
-    file.write_text("own")
-    env = {**patched, "DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-    return Switch(dspark(pairs_target, draft, *flags, env=env), file)
-
-
 def test_greedy_output_is_plain_decoding_on_a_patched_sglang(pairs, patched, expected, prompts, tmp_path):
-    running = switched(pairs.target, pairs.eagle3, patched, tmp_path, "--speculative-num-steps", "3")
-    with running.server as server:
+    with switched(tmp_path, pairs.target, pairs.eagle3, "--speculative-num-steps", "3", env=patched) as running:
         check(running, expected, prompts)
-        assert all_left_out(server)
+        assert all_left_out(running.server)
 
 
 @pytest.mark.parametrize("rule", ((), REJECTION), ids=("argmax", "sampled"))
 def test_sampled_output_has_the_targets_distribution_on_a_patched_sglang(pairs, patched, target, tmp_path, rule):  # noqa: F811
     flags = ("--speculative-num-steps", "3", "--disable-radix-cache", *rule)
-    running = switched(pairs.chi_target, pairs.chi_eagle3, patched, tmp_path, *flags)
-    with running.server as server:
+    with switched(tmp_path, pairs.chi_target, pairs.chi_eagle3, *flags, env=patched) as running:
+        server = running.server
         assert p_value(sample(server, SAMPLES), distribution(target)) > ALPHA
         assert p_value(sample(server, SAMPLES, **FILTERS), distribution(target, **FILTERS)) > ALPHA
         running.to("random")

@@ -9,7 +9,7 @@ import requests
 import torch
 from scipy.stats import chi2
 
-from tests.engine.conftest import Switch, dspark
+from tests.engine.conftest import dspark, switched
 
 PROMPT = [3, 7, 5]
 TOKENS = 5  # the first comes from the prefill, the others from verify steps of depth 3
@@ -32,12 +32,9 @@ FILTERS = (
 def switch(request, pairs, tmp_path_factory):
     """One server for each draft rule, under the Switch policy."""
     rule = REJECTION if request.param == "sampled" else ()
-    file = tmp_path_factory.mktemp("policy") / "policy"
-    file.write_text("own")
     flags = ("--speculative-num-steps", "3", "--disable-radix-cache", *rule)
-    env = {"DSPARK_POLICY": "tests.engine.policies:Switch", "TEST_POLICY_FILE": str(file)}
-    with dspark(pairs.chi_target, pairs.chi_eagle3, *flags, env=env) as it:
-        yield Switch(it, file)
+    with switched(tmp_path_factory.mktemp("policy"), pairs.chi_target, pairs.chi_eagle3, *flags) as it:
+        yield it
 
 
 @pytest.fixture

@@ -23,6 +23,36 @@ def shown_at(top: float, *shape: int) -> torch.Tensor:
     return draft_features(torch.tensor([top, rest, rest]).log()[None])[0].expand(*shape, -1)
 
 
+def drive(
+    it: StepScheduler,
+    batch: StepBatch,
+    first: torch.Tensor,
+    shown: Callable[[int], torch.Tensor],
+    accepted: Callable[[np.ndarray], np.ndarray],
+    takes: Callable[[Plan, int], float] | None = None,
+) -> tuple[Plan, np.ndarray, np.ndarray]:
+    """One step as a worker runs it: the plan, and draft tokens verified and accepted [R].
+
+    first: [R, features] shown of position 1. shown: of as many positions, [R, depth, features]. accepted: given what is
+    verified. takes: seconds of a plan with so many tokens.
+    """
+    warm = it.warm
+    plan = it.plan(batch, first)
+    if plan.depth and not warm:  # nothing to draft from after a step without an extend
+        it.warm, plan = True, it.verify_all(len(batch.slots), 0)
+    seen = shown(plan.depth)
+    confidence = it.confidence(seen, batch)
+    lens = it.allocate(plan, confidence)
+    tokens = int(lens.sum())
+    sent = it.launched(batch, plan, seen, confidence, tokens)
+    if takes is not None:
+        it.timed(sent, takes(plan, tokens))
+    verified = lens.numpy().astype(np.int64) - 1
+    hits = accepted(verified)
+    it.settle(sent, hits, verified)
+    return plan, verified, hits
+
+
 class Loop:
     """Steps of R requests; each drafted token is accepted with probability ``accept``, ``speed`` scales step times."""
 
@@ -40,36 +70,36 @@ class Loop:
         )
         """[R, gamma] whether each drafted token is accepted where it is reached."""
 
-    def seconds(self, plan: Plan, cold: bool) -> float:
-        tokens = self.requests + plan.budget
+    def seconds(self, plan: Plan, tokens: int) -> float:
         true = float(self.truth.step_time(self.requests, plan.depth, tokens, 100 * self.requests))
-        if not plan.depth and not cold:
+        if not plan.depth and self.scheduler.warm:
             true += BELIEVED.extend_fixed
         return true * self.speed(plan) * float(np.exp(self.random.normal(0, 0.05)))
 
     def run(self, steps: int) -> float:
         """Tokens per second over so many steps."""
-        it, rows = self.scheduler, np.arange(self.requests)
+        rows = np.arange(self.requests)
         batch = StepBatch(rows, rows, rows * 0, rows == rows, 100 * self.requests)
         tokens, seconds = 0, 0.0
+
+        def takes(plan: Plan, sent: int) -> float:
+            nonlocal seconds
+            took = self.seconds(plan, sent)
+            seconds += took
+            return took
+
         for _ in range(steps):
             top = self.accept if self.shows is None else self.shows
-            warm = it.warm
-            plan = it.plan(batch, shown_at(top, self.requests))
-            if plan.depth and not warm:  # as the worker does: nothing to draft from after a step without an extend
-                it.warm, plan = True, it.verify_all(self.requests, 0)
-            shown = shown_at(top, self.requests, plan.depth)
-            confidence = it.confidence(shown, batch)
-            lens = it.allocate(plan, confidence)
-            sent = it.launched(batch, plan, shown, confidence, int(lens.sum()))
-            took = self.seconds(plan, not it.warm)
-            it.timed(sent, took)
-            hits = self.hits_of(self.random)
-            verified = lens.numpy().astype(np.int64) - 1
-            accepted = np.minimum(np.cumprod(hits, 1).sum(1), verified)
-            it.settle(sent, accepted, verified)
+            plan, _, hits = drive(
+                self.scheduler,
+                batch,
+                shown_at(top, self.requests),
+                lambda depth, top=top: shown_at(top, self.requests, depth),
+                lambda verified: np.minimum(np.cumprod(self.hits_of(self.random), 1).sum(1), verified),
+                takes,
+            )
             self.plans.append(plan)
-            tokens, seconds = tokens + int(accepted.sum()) + self.requests, seconds + took
+            tokens += int(hits.sum()) + self.requests
         return tokens / seconds
 
     def rate(self, depth: int) -> float:

@@ -7,7 +7,7 @@ import torch
 from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler, spread, tokens_sent
 from sglang_dspark.schedule import Plan
-from tests.unit.closed_loop import shown_at
+from tests.unit.closed_loop import drive, shown_at
 
 GAMMA = 4
 
@@ -29,16 +29,15 @@ def step(it, top, accepted_of, described=None, takes=None):
     """One step with top probability ``top`` everywhere; accepted_of(l) drafts of l verified are accepted."""
     described = described or batch()
     requests = len(described.slots)
-    plan = it.plan(described, shown_at(top, requests))
-    seen = shown_at(top, requests, plan.depth)
-    confidence = it.confidence(seen, described)
-    lens = it.allocate(plan, confidence)
-    sent = it.launched(described, plan, seen, confidence, int(lens.sum()))
-    if takes is not None:
-        it.timed(sent, takes(plan))
-    verified = lens.numpy().astype(np.int64) - 1
-    it.settle(sent, np.array([accepted_of(int(n)) for n in verified]), verified)
-    return plan, lens
+    plan, verified, _ = drive(
+        it,
+        described,
+        shown_at(top, requests),
+        lambda depth: shown_at(top, requests, depth),
+        lambda verified: np.array([accepted_of(int(n)) for n in verified]),
+        takes,
+    )
+    return plan, 1 + verified
 
 
 def test_without_a_profile_everything_drafted_is_verified():
