@@ -178,7 +178,7 @@ class StepScheduler:
         return Plan(depth, requests * depth, "verify_all", float("nan"), float("nan"), float("nan"))
 
     def _probe(self, plan: Plan, requests: int) -> Plan:
-        # What a rest plans comes from priors, which say nothing of how deep the draft would go: there, position 1 counts.
+        # While resting, plans come from priors, which cannot tell how deep the draft would go; position 1 counts then.
         depth = 0 if self.rest.resting else plan.depth
         if depth == self.gamma or self._step - self._seen_at[depth] <= PROBE_STEPS:
             return plan
