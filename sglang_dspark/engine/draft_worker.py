@@ -9,14 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from sglang_dspark.confidence import FEATURES, draft_features
 from sglang_dspark.confidence.head import ConfidenceHead
+
+
+class DepthState(NamedTuple):
+    """What drafting at one depth needs of SGLang: as in its adaptive mode, backends and graphs know their depth."""
+
+    draft_backend: Any
+    draft_graph: Any
+    extend_backend: Any
+    extend_graph: Any
+    chain: tuple[Tensor, Tensor]
+    """Parents and score indices of a chain of that depth."""
 
 
 class DSparkDraftWorker(EagleDraftWorker):
@@ -42,26 +55,46 @@ class DSparkDraftWorker(EagleDraftWorker):
         self.first_shown = torch.zeros(slots, columns, device=self.device)
         self._position: int | None = None
         self._extended: Any = None
-        self._draft_graph: Any = None
-        self._chains = {self.gamma: (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)}
+        self.depths: dict[int, DepthState] = {}
         self.draft_runner.forward = self._tap(self.draft_runner.forward)
 
-    def watch_graphs(self) -> None:
-        """Once graphs are captured: tap the draft extend's as well; on replay the model's forward does not run."""
-        self._draft_graph = self.cuda_graph_runner
-        if self.cuda_graph_runner_for_draft_extend is not None:
-            runner = self.cuda_graph_runner_for_draft_extend
-            runner.execute = self._tap(runner.execute, lambda output: output)
-
     def set_depth(self, depth: int) -> None:
-        """Draft ``depth`` positions from the next step on, 0 to gamma. The chain constants are built once a depth."""
+        """Draft ``depth`` positions from the next step on, 0 to gamma."""
         self.speculative_num_steps, self.speculative_num_draft_tokens = depth, depth + 1
-        if depth not in self._chains:
-            self._rebuild_topk1_chain_buffers()
-            self._chains[depth] = (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc)
-        self._topk1_parents_prealloc, self._topk1_score_indices_prealloc = self._chains[depth]
-        # Captured for gamma positions; SGLang asks a draft graph for the batch's size only, and would replay them all.
-        self.cuda_graph_runner = self._draft_graph if depth == self.gamma else None
+        state = self.depths[depth]
+        self.draft_attn_backend = self.draft_runner.draft_attn_backend = state.draft_backend
+        self.draft_extend_attn_backend = state.extend_backend
+        if state.extend_backend is not None:
+            self.draft_runner.attn_backend = state.extend_backend
+        self.cuda_graph_runner = state.draft_graph
+        self.cuda_graph_runner_for_draft_extend = state.extend_graph
+        self._topk1_parents_prealloc, self._topk1_score_indices_prealloc = state.chain
+
+    def keep_depth(self) -> None:
+        """Keep what SGLang has made for the depth that the worker is set to."""
+        graph = self.cuda_graph_runner_for_draft_extend
+        if graph is not None:  # on replay the model's forward does not run
+            graph.execute = self._tap(graph.execute, lambda output: output)
+        self.depths[self.speculative_num_steps] = DepthState(
+            self.draft_attn_backend,
+            self.cuda_graph_runner,
+            self.draft_extend_attn_backend,
+            graph,
+            (self._topk1_parents_prealloc, self._topk1_score_indices_prealloc),
+        )
+
+    @contextmanager
+    def contexts(self) -> Iterator[None]:
+        """What SGLang enters around everything that its draft worker makes or runs."""
+        with (
+            draft_tp_context(self.parallel_layout),
+            speculative_moe_backend_context(),
+            speculative_moe_a2a_backend_context(),
+        ):
+            yield
+
+    def _configure_qsa_mtp_index_share(self) -> None:
+        """Off, as in SGLang's adaptive mode: what one depth's extend selected would be looked up by another's draft."""
 
     def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
         """The stock draft; leaves the positions' features in ``shown``."""

@@ -107,9 +107,21 @@ def _extend_metadata(original: Callable[..., Any], backend: Any, forward_batch: 
 
 
 def _can_run_graph(original: Callable[..., Any], runner: Any, forward_batch: Any) -> bool:
-    from sglang_dspark.engine.verify import is_ragged
+    from sglang_dspark.engine.verify import fits_graphs
 
-    return not is_ragged(forward_batch) and original(runner, forward_batch)
+    return fits_graphs(runner, forward_batch) and original(runner, forward_batch)
+
+
+def _captures_tiers(original: Callable[..., bool], spec_algorithm: Any) -> bool:
+    from sglang_dspark.engine.graphs import captures_tiers
+
+    return captures_tiers(original, spec_algorithm)
+
+
+def _capture_layout(spec_info: Any, runner: Any, num_tokens: int) -> None:
+    from sglang_dspark.engine.graphs import attach_capture_layout
+
+    attach_capture_layout(spec_info, runner, num_tokens)
 
 
 def _uses_greedy(original: Callable[..., Any], **kwargs: Any) -> bool:
@@ -274,9 +286,21 @@ WORKER = (
     Hook(
         "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", "self, forward_batch",
         HookType.AROUND, _can_run_graph,
-        "the captured verify graphs hold uniform rows",
-        "a ragged batch would replay a graph of another shape",
+        "a runner that captured uniform rows does not look at a batch's layout",
+        "a ragged batch could replay a graph of another shape",
         ("05-ragged-verify-graph",),
+    ),
+    Hook(
+        "model_executor.runner.decode_cuda_graph_runner.ragged_verify_compact_graphs_enabled", "spec_algorithm",
+        HookType.AROUND, _captures_tiers,
+        "SGLang captures the target's graphs by token count for its builtin DSPARK only",
+        "the target would run eagerly in every step that verifies less than everything",
+    ),
+    Hook(
+        "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info", "self, num_tokens",
+        HookType.AFTER, _capture_layout,
+        "the verify input that SGLang captures an EAGLE draft's target with carries no ragged rows",
+        "graphs of a token count would be captured for uniform rows, and replay ragged ones wrongly",
     ),
     Hook(
         "speculative.eagle_utils._verify_uses_greedy",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import (
@@ -22,9 +21,9 @@ from sglang.srt.speculative.eagle_utils import (
     get_draft_recurrent_hidden_state_spec,
 )
 from sglang.srt.speculative.ragged_verify import build_capture_verify_lens
-from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sglang_dspark.cost import CostTable, Point, Sample, fit_table, profile_grid
+from sglang_dspark.engine.graphs import tier_of, tiers_of
 from sglang_dspark.engine.verify import ragged_rows
 
 logger = logging.getLogger(__name__)
@@ -44,15 +43,17 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
     start = time.perf_counter()
     gamma = worker.gamma
     runner = worker.target_worker.model_runner
+    tiers = tiers_of(runner)  # in graphs a verify is padded to one of these
     grid = profile_grid(
         max_requests=min(worker.req_to_token_pool.size, MOST_REQUESTS),
         max_depth=gamma,
         contexts=[min(c, runner.model_config.context_len - gamma - 2) for c in CONTEXTS],
         max_kv_tokens=worker.token_to_kv_pool_allocator.size,
+        tiers=tiers,
     )
     samples = measure(worker, grid, _RUNS, start, limit)
     worker.draft_worker.set_depth(gamma)
-    return conclude(samples, grid, start, limit, fit_table)
+    return conclude(samples, grid, start, limit, partial(fit_table, tiers=tiers))
 
 
 def measure(
@@ -130,10 +131,13 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
         build_capture_verify_lens(num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width),
         dtype=torch.int32, device=device,
     )  # fmt: skip
-    rows = ragged_rows(lens, width, point.tokens, worker.gamma + 1)
-    positions = torch.full((point.tokens,), point.context, dtype=torch.long, device=device)
+    runner = worker.target_worker.model_runner
+    tier = tier_of(runner, point.requests, point.tokens)
+    rows = ragged_rows(lens, width, point.tokens, worker.gamma + 1, tier)
+    tokens = tier or point.tokens
+    positions = torch.full((tokens,), point.context, dtype=torch.long, device=device)
     info = EagleVerifyInput(
-        draft_token=torch.zeros(point.tokens, dtype=torch.long, device=device),
+        draft_token=torch.zeros(tokens, dtype=torch.long, device=device),
         custom_mask=torch.ones(0, dtype=torch.bool, device=device),
         positions=positions,
         retrieve_index=torch.zeros(point.requests, width, dtype=torch.long, device=device),
@@ -149,7 +153,6 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
     )
     if rows is not None:
         info.ragged_verify_layout = rows.layout
-    runner = worker.target_worker.model_runner
 
     def run() -> None:
         batch = dummy_batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, positions)
@@ -179,7 +182,7 @@ def _draft(worker: Any, point: Point) -> Callable[[], None]:
         batch = dummy_batch(worker, draft.draft_runner, ForwardMode.DECODE, point, info, tokens, positions, slots)
         # With sampled drafts the draft loop asks; greedy rows of a mixed batch take the same time as sampled ones.
         batch.sampling_info = SimpleNamespace(is_all_greedy=True)
-        with _draft_contexts(draft):
+        with draft.contexts():
             if point.depth > 1:
                 draft.draft_attn_backend.init_forward_metadata(batch)
                 batch.mark_forward_metadata_ready()
@@ -211,7 +214,7 @@ def _extend(worker: Any, point: Point) -> Callable[[], None]:
         batch.extend_start_loc = torch.arange(0, requests * width, width, dtype=torch.int32, device=device)
         batch.extend_seq_lens_cpu = [width] * requests
         batch.extend_prefix_lens_cpu = [point.context] * requests
-        with _draft_contexts(draft):
+        with draft.contexts():
             draft.draft_runner.attn_backend.init_forward_metadata(batch)
             batch.mark_forward_metadata_ready()
             draft.draft_runner.forward(batch)
@@ -224,17 +227,6 @@ _RUNS: dict[str, Callable[[Any, Point], Callable[[], None]]] = {
     "draft": _draft,
     "extend": _extend,
 }
-
-
-def _draft_contexts(draft: Any) -> ExitStack:
-    stack = ExitStack()
-    for context in (
-        draft_tp_context(draft.parallel_layout),
-        speculative_moe_backend_context(),
-        speculative_moe_a2a_backend_context(),
-    ):
-        stack.enter_context(context)
-    return stack
 
 
 def dummy_batch(

@@ -190,6 +190,9 @@ def _refuse_unsupported(cfg: Any) -> None:
         raise Refusal("--enable-multi-layer-eagle is not supported with DSPARK; leave it out.")
     if cfg.enable_two_batch_overlap:
         raise Refusal("--enable-two-batch-overlap cannot split ragged verify rows; leave it out with DSPARK.")
+    for flag, size in (("attn-cp-size", cfg.attn_cp_size), ("dcp-size", cfg.dcp_size)):
+        if size != 1:
+            raise Refusal(f"--{flag} {size} splits rows of one length, and DSPARK's are not; leave it out.")
     for flag, value in (
         ("single", cfg.speculative_accept_threshold_single),
         ("acc", cfg.speculative_accept_threshold_acc),

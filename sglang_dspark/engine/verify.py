@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, resolve_ragged_verify_layout
 from torch import Tensor
@@ -22,22 +23,32 @@ class RaggedRows(NamedTuple):
 
     layout: RaggedVerifyLayout
     kept: Tensor | None
-    """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending; None: all of them."""
+    """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending; None: all of them, unpadded."""
     width: int
 
+    def compact(self, uniform: Tensor) -> Tensor:
+        """[..., R * width] to [..., tokens of the forward]: what is verified, then zeros up to the graph's tier.
 
-def ragged_rows(verify_lens: Tensor, width: int, total: int, widest: int) -> RaggedRows | None:
+        Zero is a token, a position and the KV slot that SGLang gives to padding.
+        """
+        if self.kept is None:
+            return uniform
+        return F.pad(uniform[..., self.kept], (0, self.layout.graph_num_tokens - len(self.kept)))
+
+
+def ragged_rows(verify_lens: Tensor, width: int, total: int, widest: int, tier: int | None = None) -> RaggedRows | None:
     """Layout for ``verify_lens`` [R] int32 in rows of ``width``, ``total`` = sum(verify_lens) of them.
 
-    total is the shape of the forward, so the host must know it: reading it back would wait for the draft. None where
-    every row is full and as wide as the server's ``widest`` rows, which is what the attention backends take a verify
-    without a layout for, whatever the width of its rows.
+    total is the shape of the forward, so the host must know it: reading it back would wait for the draft. tier: what
+    the forward is padded to, to replay a graph. None without one where every row is full and as wide as the server's
+    ``widest`` rows, which is what the attention backends take a verify without a layout for, whatever the width of its
+    rows; the graphs of tiers always want one.
     """
     full = total == len(verify_lens) * width
-    if full and width == widest:
+    if full and width == widest and tier is None:
         return None
-    layout = _layout(verify_lens, total)
-    if full:
+    layout = _layout(verify_lens, total, tier or total)
+    if full and tier in (None, total):
         return RaggedRows(layout, None, width)
     starts = layout.extend_start_loc.long()
     requests = torch.arange(len(verify_lens), device=verify_lens.device)
@@ -46,13 +57,13 @@ def ragged_rows(verify_lens: Tensor, width: int, total: int, widest: int) -> Rag
     return RaggedRows(layout, kept, width)
 
 
-def _layout(verify_lens: Tensor, total: int) -> RaggedVerifyLayout:
+def _layout(verify_lens: Tensor, total: int, padded: int) -> RaggedVerifyLayout:
     """As SGLang's DSpark worker builds it: with the lengths on the host as well where they are there anyway."""
     if verify_lens.is_cpu:
         return RaggedVerifyLayout.from_verify_lens(
-            verify_lens_cpu=verify_lens.tolist(), device=verify_lens.device, grid=[total]
+            verify_lens_cpu=verify_lens.tolist(), device=verify_lens.device, grid=[padded]
         )
-    return RaggedVerifyLayout.from_verify_lens_device(verify_lens=verify_lens, graph_num_tokens=total)
+    return RaggedVerifyLayout.from_verify_lens_device(verify_lens=verify_lens, graph_num_tokens=padded)
 
 
 def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
@@ -111,11 +122,11 @@ def prepare_ragged(
         name: getattr(verify_input, name)
         for name in ("draft_token", "positions", "prepared_out_cache_loc", "prepared_mrope_positions", "kv_loc_plan")
     }
-    verify_input.draft_token = verify_input.draft_token[rows.kept]
-    verify_input.positions = verify_input.positions[rows.kept]
-    verify_input.prepared_out_cache_loc = window[rows.kept]
+    verify_input.draft_token = rows.compact(verify_input.draft_token)
+    verify_input.positions = rows.compact(verify_input.positions)
+    verify_input.prepared_out_cache_loc = rows.compact(window)
     if verify_input.prepared_mrope_positions is not None:
-        verify_input.prepared_mrope_positions = verify_input.prepared_mrope_positions[:, rows.kept]
+        verify_input.prepared_mrope_positions = rows.compact(verify_input.prepared_mrope_positions)
     verify_input.kv_loc_plan = None  # planned for the whole window
     try:
         return original(verify_input, req_to_token_pool, batch, target_worker)
@@ -125,9 +136,9 @@ def prepare_ragged(
         batch.out_cache_loc = window
 
 
-def is_ragged(forward_batch: Any) -> bool:
-    """Whether the batch is one of our ragged verify batches."""
-    return getattr(getattr(forward_batch, "spec_info", None), "dspark_rows", None) is not None
+def fits_graphs(runner: Any, forward_batch: Any) -> bool:
+    """Whether the runner's graphs hold rows of this batch's kind: ragged ones need those captured by token count."""
+    return runner.ragged_verify_mode or resolve_ragged_verify_layout(forward_batch) is None
 
 
 def ragged_extend_metadata(forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, None] | None:
@@ -165,9 +176,10 @@ class VerifyTarget:
 
 
 def scatter_rows(compact: Tensor | None, rows: RaggedRows) -> Tensor | None:
-    """[sum(verify_lens), D] to [R * width, D]; tokens that were not verified get zeros, finite and never read."""
+    """[tokens of the forward, D] to [R * width, D]; tokens that were not verified get zeros, finite and never read."""
     if compact is None:
         return None
+    assert rows.kept is not None
     uniform = compact.new_zeros((rows.layout.bs * rows.width, *compact.shape[1:]))
-    uniform[rows.kept] = compact
+    uniform[rows.kept] = compact[: len(rows.kept)]
     return uniform

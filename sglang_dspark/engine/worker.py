@@ -22,6 +22,7 @@ from sglang_dspark.confidence import HEAD, HEADLESS
 from sglang_dspark.confidence.head import HEAD_RULES, ConfidenceHead
 from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
+from sglang_dspark.engine.graphs import prepare_depths, tier_of
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.profile import profile
 from sglang_dspark.engine.requests import has_adapters
@@ -61,9 +62,9 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         return load_head(find_head(self.options, draft, ranks), self.target_worker.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
-        """Stock, then the start-up profile: the last moment before requests come."""
+        """Stock, then the same for every depth, and the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
-        self._draft_worker.watch_graphs()
+        prepare_depths(self)
         self.start_pricing(profile, find_head(self.options, self.server_args.speculative_draft_model_path, 1))
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         elif even_rows:
             lens = sent
         total = len(lens) * width if even_rows else self._tokens(plan, lens, exact=bool(alone))
-        rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1)
+        tier = tier_of(self.target_worker.model_runner, len(lens), total)
+        rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1, tier)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
         if even_rows and alone:

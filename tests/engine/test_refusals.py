@@ -25,6 +25,8 @@ REFUSED = {
         ["--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native"],
         "--attention-backend torch_native",
     ),
+    "context parallel": (["--attn-cp-size", "2", "--tp-size", "2"], "--attn-cp-size 2"),
+    "decode context parallel": (["--dcp-size", "2", "--tp-size", "2"], "--dcp-size 2"),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
     "data-parallel attention": (["--enable-dp-attention"], "--enable-dp-attention"),
     "sampled drafts of a reduced vocabulary": (

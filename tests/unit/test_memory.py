@@ -145,12 +145,15 @@ def test_chain_constants_of_every_depth(slots, gamma, monkeypatch):
     monkeypatch.setattr(base_spec_worker, "get_exec", lambda: graph)
     monkeypatch.setattr(base_spec_worker, "get_schedule", lambda: SimpleNamespace(max_running_requests=slots))
     draft = object.__new__(DSparkDraftWorker)
-    draft.topk, draft.device, draft.server_args, draft._chains = 1, "cpu", None, {}
-    draft.gamma, draft._draft_graph = gamma, None
-    for depth in [*range(gamma + 1)] * 2:
-        draft.set_depth(depth)
+    draft.topk, draft.device, draft.server_args, draft.depths = 1, "cpu", None, {}
+    draft.draft_attn_backend = draft.draft_extend_attn_backend = None
+    draft.cuda_graph_runner = draft.cuda_graph_runner_for_draft_extend = None
+    for depth in range(gamma + 1):
+        draft.speculative_num_steps, draft.speculative_num_draft_tokens = depth, depth + 1
+        draft._rebuild_topk1_chain_buffers()
+        draft.keep_depth()
     bound = stated("chain constants", S=slots, G=gamma)
-    assert 0.5 * bound <= held(draft._chains) <= bound
+    assert 0.5 * bound <= held([state.chain for state in draft.depths.values()]) <= bound
 
 
 @each_size

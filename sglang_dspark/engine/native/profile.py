@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window, ragged_capture_num_tokens
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
 from sglang_dspark.cost import CostTable, Point, fit_table, profile_grid
+from sglang_dspark.engine.graphs import tier_of, tiers_of
 from sglang_dspark.engine.profile import CONTEXTS, MOST_REQUESTS, conclude, dummy_batch, measure
 
 
@@ -29,7 +30,7 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
     """
     start = time.perf_counter()
     runner, gamma = worker.model_runner, worker.gamma
-    tiers = ragged_capture_num_tokens(model_runner=runner)  # in graphs a verify is padded to one of these
+    tiers = tiers_of(runner)  # in graphs a verify is padded to one of these
     points = profile_grid(
         max_requests=min(runner.req_to_token_pool.size, MOST_REQUESTS),
         max_depth=gamma,
@@ -40,7 +41,7 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
     )
     grid = [_block(point) for point in points if point.kind != "extend"]
     samples = measure(worker, grid, {"verify": _verify, "extend": _draft}, start, limit)
-    fit = partial(fit_table, tiers=tuple(tiers) if tiers else None, free_depth=gamma)
+    fit = partial(fit_table, tiers=tiers, free_depth=gamma)
     return conclude(samples, grid, start, limit, fit)
 
 
@@ -51,10 +52,10 @@ def _block(point: Point) -> Point:
 def _verify(worker: Any, point: Point) -> Callable[[], None]:
     runner, device, width = worker.model_runner, worker.device, worker.gamma + 1
     lens = build_capture_verify_lens(num_tokens=point.tokens, num_slots=point.requests, num_draft_tokens=width)
-    tiers = [t for t in ragged_capture_num_tokens(model_runner=runner) or () if t >= point.tokens]
-    layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=device, grid=tiers or [point.tokens])
-    positions = torch.full((point.tokens,), point.context, dtype=torch.long, device=device)
-    padding = torch.zeros(point.tokens, dtype=torch.long, device=device)
+    tier = tier_of(runner, point.requests, point.tokens) or point.tokens
+    layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=device, grid=[tier])
+    positions = torch.full((tier,), point.context, dtype=torch.long, device=device)
+    padding = torch.zeros(tier, dtype=torch.long, device=device)
     info = DFlashVerifyInput(
         draft_token=padding,
         positions=positions,
@@ -69,7 +70,9 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
         batch = dummy_batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, padding.clone(), positions)
         output = worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
         worker._kv_injector.inject_target_hidden(
-            target_hidden=output.logits_output.hidden_states[: point.tokens], cache_loc=padding, positions=positions
+            target_hidden=output.logits_output.hidden_states[: point.tokens],
+            cache_loc=padding[: point.tokens],
+            positions=positions[: point.tokens],
         )
 
     return run
