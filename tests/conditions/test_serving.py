@@ -10,6 +10,7 @@ from tests.engine.asks import ASKS, ENDLESS, ask, same
 from tests.engine.conftest import greedy, switched
 from tests.engine.test_exact import check
 from tests.engine.test_lifecycle import free
+from tests.engine.test_overlap import start as overlapped
 
 LONG = pytest.mark.long
 # Room for 64 at once, so that a burst of 256 waits, is preempted by nobody and drains.
@@ -76,6 +77,23 @@ def test_c11_long_inputs_under_a_budget_that_changes_every_step(shared, plain, p
     assert policy == "random" or len(depths) > 3
 
 
+def test_c11_long_inputs_while_steps_overlap_and_the_budget_changes_every_step(
+    pairs, plain, prompts, expected, tmp_path
+):
+    random = Random(3)
+    long = [[random.randrange(20, 80) for _ in range(length)] for length in (300, 410)]  # 10 and 13 chunks
+    wanted = greedy(plain, long)
+    with overlapped(pairs, tmp_path) as running:
+        before = free(running.server)
+        server = running.to("budgets")
+        with ThreadPoolExecutor(2) as pool:
+            short = pool.submit(greedy, server, prompts[::2], 4)
+            assert greedy(server, long) == wanted
+            assert short.result() == expected[::2]
+        assert free(server) == before
+        assert server.info()["dspark"]["faults"] == {}
+
+
 @pytest.mark.parametrize("policy", ("none", "all", "random"))
 def test_c21_drafts_are_trimmed_before_the_target_sees_them(shared, prompts, policy):
     server = shared.to(policy)
@@ -107,7 +125,7 @@ def test_c14_thousands_of_trimmed_steps_lose_no_kv_slot(switch, pairs, prompts, 
 
 
 # At 8 the policy "depths" meets every smaller one as well.
-@pytest.mark.parametrize("steps", [pytest.param(steps, marks=() if steps in (3, 8) else LONG) for steps in range(1, 9)])
+@pytest.mark.parametrize("steps", [*(pytest.param(steps, marks=LONG) for steps in range(1, 8)), 8])
 def test_c16_greedy_output_is_token_identical_at_every_depth(switch, pairs, expected, prompts, steps):
     running = switch(pairs.target, pairs.eagle3, "--speculative-num-steps", str(steps))
     check(running, expected, prompts)

@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
 
 import pytest
 import requests
@@ -37,19 +36,6 @@ def test_greedy_output_is_plain_decoding_while_steps_overlap(overlap, empty, exp
     server.flush()
     assert greedy(server, prompts[::2], 5) == expected[::2]  # batches that requests join and leave
     assert server.info()["dspark"]["faults"] == {}
-    assert free(server) == empty
-
-
-def test_long_inputs_beside_and_a_budget_that_changes_every_step(overlap, empty, plain, prompts, expected):
-    random = Random(3)
-    long = [[random.randrange(20, 80) for _ in range(length)] for length in (300, 410)]  # 10 and 13 chunks
-    wanted = greedy(plain, long)
-    server = overlap.to("budgets")
-    server.flush()
-    with ThreadPoolExecutor(2) as pool:
-        short = pool.submit(greedy, server, prompts[::2], 4)
-        assert greedy(server, long) == wanted
-        assert short.result() == expected[::2]
     assert free(server) == empty
 
 
