@@ -180,6 +180,12 @@ def _server_info(_: None, internal_state: Any, state: dict[str, Any]) -> None:
     add_info(internal_state.scheduler.draft_worker, state)
 
 
+def _request_info(_: None, manager: Any, meta_info: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    from sglang_dspark.engine.request_info import describe
+
+    describe(manager.server_args, meta_info)
+
+
 def _native_draft_backend(original: Callable[..., str], **kwargs: Any) -> str:
     from sglang_dspark.engine.native.cpu import draft_backend
 
@@ -266,6 +272,12 @@ STARTUP = (
         _create_worker,
         "run our worker where the user asked for DSPARK",
         "the draft would run on SGLang's plain EAGLE worker: correct, but never scheduled",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics", "self, meta_info, recv_obj, i",
+        HookType.AFTER, _request_info,
+        "SGLang's acceptance rate of a request counts the full depth in every step; ours counts what was verified",
+        "an answer would not say how many of its drafts the target saw",
     ),
 )  # fmt: skip
 

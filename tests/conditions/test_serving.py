@@ -104,6 +104,7 @@ def test_c21_drafts_are_trimmed_before_the_target_sees_them(shared, prompts, pol
     requests, verified, tokens, full = (after[name] - before.get(name, 0) for name in names)
     assert tokens == requests + verified
     assert verified == {"none": 0, "all": 5 * requests}.get(policy, verified)
+    assert sum(reply["meta_info"]["spec_num_verified_drafts"] for reply in replies) == verified
     capped = [enumerate(reply["meta_info"]["spec_cap_lens_histogram"]) for reply in replies]
     assert sum(length * count for histogram in capped for length, count in histogram) == tokens
     assert tokens < full or policy == "all"
