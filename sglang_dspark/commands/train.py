@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be 1 or more")
+    return value
+
+
 def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
     """`train`: a chain draft and its confidence head for a Llama target, from prompts alone."""
     parser = commands.add_parser(
@@ -34,6 +40,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
         metavar="BATCHES",
         help="batches of dialogues that the target writes itself from the prompts' opening words",
     )
+    parser.add_argument("--variations-seed", type=int, help="other dialogues than another run's (default: --seed)")
     parser.add_argument(
         "--head-only", type=Path, metavar="DRAFT_FOLDER", help="leave this draft as it is and train its head alone"
     )
@@ -54,7 +61,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
     )
     parser.add_argument(
         "--head-batches",
-        type=int,
+        type=_positive,
         metavar="BATCHES",
         help="the last batches, kept from the draft to train its head (default: a fifth)",
     )
@@ -85,7 +92,11 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
                 answers=((0.0, 1.0), (0.8, args.sampled_share)),
                 batches=args.batches,
             ),
-            variations=Variations(batches=args.variations, seed=args.seed, max_new_tokens=args.max_new_tokens),
+            variations=Variations(
+                batches=args.variations,
+                seed=args.seed if args.variations_seed is None else args.variations_seed,
+                max_new_tokens=args.max_new_tokens,
+            ),
             fitting=Fitting(
                 seed=args.seed,
                 draft_vocab=args.draft_vocab,

@@ -23,6 +23,8 @@ from sglang.srt.speculative.dspark_components.dspark_planner import (
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, round_up_grid
 from sglang.srt.utils import get_available_gpu_memory
 
+from sglang_dspark.engine.verify import target_input
+
 logger = logging.getLogger(__name__)
 
 LEAST_FREE = 1.0  # gigabytes that capturing leaves alone: what SGLang's own steps take beyond their graphs
@@ -46,11 +48,16 @@ def captures_tiers(original: Callable[[Any], bool], spec_algorithm: Any) -> bool
     return bool(spec_algorithm.is_eagle()) and not refused
 
 
-def attach_capture_layout(spec_info: Any, runner: Any, num_tokens: int) -> None:
-    """Give the verify input that a graph of ``num_tokens`` is captured with the rows that SGLang captures that tier
-    with; their tensors are baked into the graph and refilled at each replay."""
-    if runner.ragged_verify_mode and spec_info is not None:
-        spec_info.ragged_verify_layout = runner._capture_ragged_verify_layout(num_tokens)
+def capture_input(spec_info: Any, runner: Any, num_tokens: int) -> Any:
+    """The verify input that a graph of ``num_tokens`` is captured with, where SGLang would take an EAGLE one.
+
+    Its rows are those that SGLang captures the tier with; their tensors are baked into the graph and refilled at each
+    replay. None: SGLang's own.
+    """
+    if not runner.ragged_verify_mode or spec_info is None:
+        return None
+    layout = runner._capture_ragged_verify_layout(num_tokens)
+    return target_input(None, None, layout, runner.captured_req_width)
 
 
 def tiers_of(model_runner: Any) -> tuple[int, ...] | None:

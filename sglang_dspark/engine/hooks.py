@@ -118,10 +118,10 @@ def _captures_tiers(original: Callable[..., bool], spec_algorithm: Any) -> bool:
     return captures_tiers(original, spec_algorithm)
 
 
-def _capture_layout(spec_info: Any, runner: Any, num_tokens: int) -> None:
-    from sglang_dspark.engine.graphs import attach_capture_layout
+def _capture_input(spec_info: Any, runner: Any, num_tokens: int) -> Any:
+    from sglang_dspark.engine.graphs import capture_input
 
-    attach_capture_layout(spec_info, runner, num_tokens)
+    return capture_input(spec_info, runner, num_tokens)
 
 
 def _uses_greedy(original: Callable[..., Any], **kwargs: Any) -> bool:
@@ -310,8 +310,8 @@ WORKER = (
     ),
     Hook(
         "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info", "self, num_tokens",
-        HookType.AFTER, _capture_layout,
-        "the verify input that SGLang captures an EAGLE draft's target with carries no ragged rows",
+        HookType.AFTER, _capture_input,
+        "the verify input that SGLang captures an EAGLE draft's target with says uniform rows",
         "graphs of a token count would be captured for uniform rows, and replay ragged ones wrongly",
     ),
     Hook(

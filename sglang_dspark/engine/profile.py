@@ -24,7 +24,7 @@ from sglang.srt.speculative.ragged_verify import build_capture_verify_lens
 
 from sglang_dspark.cost import CostTable, Point, Sample, fit_table, profile_grid
 from sglang_dspark.engine.graphs import tier_of, tiers_of
-from sglang_dspark.engine.verify import ragged_rows
+from sglang_dspark.engine.verify import ragged_rows, target_input
 
 logger = logging.getLogger(__name__)
 
@@ -134,31 +134,35 @@ def _verify(worker: Any, point: Point) -> Callable[[], None]:
     runner = worker.target_worker.model_runner
     tier = tier_of(runner, point.requests, point.tokens)
     rows = ragged_rows(lens, width, point.tokens, worker.gamma + 1, tier)
-    tokens = tier or point.tokens
-    positions = torch.full((tokens,), point.context, dtype=torch.long, device=device)
-    info = EagleVerifyInput(
-        draft_token=torch.zeros(tokens, dtype=torch.long, device=device),
-        custom_mask=torch.ones(0, dtype=torch.bool, device=device),
-        positions=positions,
-        retrieve_index=torch.zeros(point.requests, width, dtype=torch.long, device=device),
-        retrieve_next_token=torch.zeros(point.requests, width, dtype=torch.long, device=device),
-        retrieve_next_sibling=torch.zeros(point.requests, width, dtype=torch.long, device=device),
-        retrieve_cum_len=None,
-        spec_steps=point.depth,
-        topk=1,
-        draft_token_num=width,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        seq_lens_sum=point.kv_tokens,
-        seq_lens_cpu=torch.full((point.requests,), point.context),
-    )
-    if rows is not None:
-        info.ragged_verify_layout = rows.layout
+    positions = torch.full((tier or point.tokens,), point.context, dtype=torch.long, device=device)
+    info = _uniform_input(point, positions) if rows is None else target_input(
+        torch.zeros_like(positions), positions, rows.layout, rows.widest
+    )  # fmt: skip
 
     def run() -> None:
         batch = dummy_batch(worker, runner, ForwardMode.TARGET_VERIFY, point, info, info.draft_token, positions)
         worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
 
     return run
+
+
+def _uniform_input(point: Point, positions: torch.Tensor) -> EagleVerifyInput:
+    shape, device = (point.requests, point.depth + 1), positions.device
+    return EagleVerifyInput(
+        draft_token=torch.zeros_like(positions),
+        custom_mask=torch.ones(0, dtype=torch.bool, device=device),
+        positions=positions,
+        retrieve_index=torch.zeros(shape, dtype=torch.long, device=device),
+        retrieve_next_token=torch.zeros(shape, dtype=torch.long, device=device),
+        retrieve_next_sibling=torch.zeros(shape, dtype=torch.long, device=device),
+        retrieve_cum_len=None,
+        spec_steps=point.depth,
+        topk=1,
+        draft_token_num=point.depth + 1,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        seq_lens_sum=point.kv_tokens,
+        seq_lens_cpu=torch.full((point.requests,), point.context),
+    )
 
 
 def _draft(worker: Any, point: Point) -> Callable[[], None]:

@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "sglang_dspark"
 # Backends whose target verify takes rows of different length (read from SGLang 0.5.23; see RaggedVerifyLayout's users).
-# Two take such rows from DSpark's own drafts only: flashinfer_mla asks the verify input for its rows, and that of an
-# EAGLE draft says uniform ones; trtllm_mla counts on rows of the full depth, whatever this step's.
-RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "intel_amx")
+RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashinfer_mla", "intel_amx")
 
 
 def asks_for_dspark(server_args: Any) -> bool:

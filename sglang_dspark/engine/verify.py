@@ -13,18 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, resolve_ragged_verify_layout
 from torch import Tensor
 
 
 class RaggedRows(NamedTuple):
-    """Which of the uniform rows' tokens are verified. R requests, rows of ``width`` = depth + 1 tokens."""
+    """Which of the uniform rows' tokens are verified. R requests, rows of ``width`` = depth + 1 tokens.
+
+    widest: the rows that the server's attention backends were made for, gamma + 1.
+    """
 
     layout: RaggedVerifyLayout
     kept: Tensor | None
     """[sum(verify_lens)] int64, positions in the flat [R * width] rows, ascending; None: all of them, unpadded."""
     width: int
+    widest: int
 
     def compact(self, uniform: Tensor) -> Tensor:
         """[..., R * width] to [..., tokens of the forward]: what is verified, then zeros up to the graph's tier.
@@ -49,12 +55,12 @@ def ragged_rows(verify_lens: Tensor, width: int, total: int, widest: int, tier: 
         return None
     layout = _layout(verify_lens, total, tier or total)
     if full and tier in (None, total):
-        return RaggedRows(layout, None, width)
+        return RaggedRows(layout, None, width, widest)
     starts = layout.extend_start_loc.long()
     requests = torch.arange(len(verify_lens), device=verify_lens.device)
     row = torch.repeat_interleave(requests, verify_lens, output_size=total)
     kept = torch.arange(total, device=verify_lens.device) - starts[row] + row * width
-    return RaggedRows(layout, kept, width)
+    return RaggedRows(layout, kept, width, widest)
 
 
 def _layout(verify_lens: Tensor, total: int, padded: int) -> RaggedVerifyLayout:
@@ -63,17 +69,17 @@ def _layout(verify_lens: Tensor, total: int, padded: int) -> RaggedVerifyLayout:
         return RaggedVerifyLayout.from_verify_lens(
             verify_lens_cpu=verify_lens.tolist(), device=verify_lens.device, grid=[padded]
         )
-    return RaggedVerifyLayout.from_verify_lens_device(verify_lens=verify_lens, graph_num_tokens=padded)
+    # Unlike there the host knows the sum, and flashinfer_mla asks for it.
+    return RaggedVerifyLayout._assemble_device(
+        verify_lens=verify_lens, graph_num_tokens=padded, total_verify_tokens=total
+    )
 
 
 def cut_chain(verify_input: Any, rows: RaggedRows) -> None:
-    """End each request's chain at its verify length, in place, and attach the rows to the verify input."""
-    verify_input.ragged_verify_layout = rows.layout
-    if rows.kept is None:
-        return
-    end_chains(verify_input, rows.layout.verify_lens, rows.width)
-    verify_input.num_tokens_per_req = 1  # width of padding and step spans, which assume uniform rows
+    """End each request's chain at its verify length, in place, and give the verify input its rows."""
     verify_input.dspark_rows = rows
+    if rows.kept is not None:
+        end_chains(verify_input, rows.layout.verify_lens, rows.width)
 
 
 def end_chains(verify_input: Any, verify_lens: Tensor, width: int) -> None:
@@ -128,12 +134,38 @@ def prepare_ragged(
     if verify_input.prepared_mrope_positions is not None:
         verify_input.prepared_mrope_positions = rows.compact(verify_input.prepared_mrope_positions)
     verify_input.kv_loc_plan = None  # planned for the whole window
+    batch.spec_info = target_input(
+        verify_input.draft_token, verify_input.positions, rows.layout, rows.widest, batch.seq_lens_cpu
+    )
     try:
         return original(verify_input, req_to_token_pool, batch, target_worker)
     finally:
         for name, value in uniform.items():
             setattr(verify_input, name, value)
-        batch.out_cache_loc = window
+        batch.out_cache_loc, batch.spec_info = window, verify_input
+
+
+def target_input(
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    layout: RaggedVerifyLayout,
+    widest: int,
+    seq_lens_cpu: Tensor | None = None,
+) -> DFlashVerifyInput:
+    """What the target is given with ragged rows, in a step and where graphs are captured: what SGLang's DSpark worker
+    gives it.
+
+    An EAGLE verify input would say rows of this step's depth, where MLA backends count on the layout's rows
+    (flashinfer_mla) in windows of the widest (trtllm_mla). tokens, positions [tokens of the forward].
+    """
+    return DFlashVerifyInput(
+        draft_token=tokens,
+        positions=positions,
+        draft_token_num=widest,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        ragged_verify_layout=layout,
+        live_seq_lens_cpu=seq_lens_cpu,
+    )
 
 
 def fits_graphs(runner: Any, forward_batch: Any) -> bool:

@@ -284,6 +284,7 @@ def test_the_layout_is_the_one_that_sglangs_dspark_planner_makes_of_the_same_len
         return
     with Watch():  # with the lengths on the device only
         ours = ragged_rows(on_device(lens), 5, 17, 5, 17).layout
-    for name in type(theirs).__struct_fields__:
+    assert ours.total_verify_tokens == 17  # which their planner leaves out where it could know
+    for name in set(type(theirs).__struct_fields__) - {"total_verify_tokens"}:
         mine, other = plain(getattr(ours, name)), getattr(theirs, name)
         assert torch.equal(mine, other) if isinstance(other, torch.Tensor) else mine == other, name

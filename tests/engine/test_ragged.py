@@ -1,5 +1,6 @@
 """The ragged layout: what goes to the target, what comes back, and where a chain ends."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows
+from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows, target_input
 
 
 def lens_and_width():
@@ -48,7 +49,7 @@ def test_full_rows_narrower_than_the_servers_have_a_layout_and_stay_as_they_are(
     info = verify_input(4, width, vocab=2)
     before = info.retrieve_next_token.clone(), info.draft_probs.clone()
     cut_chain(info, rows)
-    assert info.ragged_verify_layout is rows.layout and info.num_tokens_per_req == width
+    assert info.dspark_rows is rows
     assert torch.equal(info.retrieve_next_token, before[0]) and torch.equal(info.draft_probs, before[1])
 
 
@@ -85,7 +86,6 @@ def verify_input(requests, width, vocab=None):
         prepared_out_cache_loc=torch.arange(requests * width) + 1000,
         prepared_mrope_positions=None,
         kv_loc_plan="the window's plan",
-        num_tokens_per_req=width,
     )
 
 
@@ -102,10 +102,15 @@ def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fai
     rows = rows_of([1, 3], 4)
     info = verify_input(2, 4)
     cut_chain(info, rows)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=None)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=None, spec_info=info, seq_lens_cpu=None
+    )
     seen = {}
 
     def prepare(given, pool, given_batch, worker):
+        forwarded = given_batch.spec_info
+        assert forwarded.ragged_verify_layout is rows.layout and forwarded.draft_token_num == 4
+        assert forwarded.draft_token is given.draft_token and forwarded.positions is given.positions
         seen.update(
             tokens=given.draft_token.tolist(),
             positions=given.positions.tolist(),
@@ -128,4 +133,26 @@ def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fai
         "plan": None,
     }
     assert info.draft_token.tolist() == list(range(8)) and info.kv_loc_plan == "the window's plan"
-    assert batch.out_cache_loc.tolist() == list(range(1000, 1008))
+    assert batch.out_cache_loc.tolist() == list(range(1000, 1008)) and batch.spec_info is info
+
+
+@pytest.mark.parametrize("width", (2, 4))
+def test_the_target_is_given_what_sglangs_dspark_worker_gives_it(width):
+    from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
+
+    rows, lens_on_host = rows_of([1, 2, 1], width, widest=4), torch.tensor([30, 40, 50])
+    tokens, positions = torch.arange(4), torch.arange(4) + 30
+    kept = {}
+    executor = SimpleNamespace(verify_num_draft_tokens=4, _forward_prepared_verify=lambda **kwargs: kept.update(kwargs))
+    window = SimpleNamespace(verify_ids=tokens, positions=positions, verify_cache_loc=None, window_index=None)
+    TargetVerifyExecutor._run_ragged(
+        executor, batch=SimpleNamespace(seq_lens_cpu=lens_on_host, seq_lens_sum=120), layout=rows.layout,
+        ragged_window=window, sampling_info=None, kv_loc_plan=None,
+    )  # fmt: skip
+    ours, theirs = target_input(tokens, positions, rows.layout, rows.widest, lens_on_host), kept["verify_input"]
+    for field in fields(theirs):
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "live_seq_lens_cpu":  # there they are read after the batch's were made longer
+            assert len(mine) == len(other)
+        else:
+            assert mine is other or mine == other, field.name
