@@ -38,7 +38,7 @@ def test_under_adapters_the_target_sees_whole_rows_whatever_was_allocated(monkey
     it._draft_worker = SimpleNamespace(shown=torch.zeros(2, 5, 3))
     it.gamma, it.topk, it.device, it.plan_stream, it.plan_stream_ctx = 5, 1, "cpu", None, None
     it.req_to_token_pool = it.token_to_kv_pool_allocator = None
-    it._target_worker = SimpleNamespace()
+    it._target_worker = SimpleNamespace(model_runner=SimpleNamespace(decode_cuda_graph_runner=None))
     it.faults = SimpleNamespace(run=lambda part, action, _: action() if part == "allocation" else None)
     it._allocate = lambda *_: (None, torch.tensor([2, 4], dtype=torch.int32))
     it.agreement = SimpleNamespace(lengths=lambda lens: lens)
