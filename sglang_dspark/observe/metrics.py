@@ -107,7 +107,8 @@ class StepMetrics:
         reached = np.minimum(verified, accepted + 1)
         for position in range(min(int(reached.max(initial=0)), self._gamma)):
             seen = reached > position
-            expected = np.nan_to_num(confidence[seen, position].astype(np.float64))
+            # A counter takes no negative amount, and would never lose an infinite one.
+            expected = np.nan_to_num(confidence[seen, position].astype(np.float64)).clip(0.0, 1.0)
             self._add("confidence_reached", str(position + 1), int(seen.sum()))
             self._add("confidence_predicted", str(position + 1), float(expected.sum()))
             self._add("confidence_accepted", str(position + 1), int((accepted[seen] > position).sum()))

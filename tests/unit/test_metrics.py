@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_dspark.observe.metrics import COUNTERS, GAUGES, SPLIT, StepMetrics
@@ -39,6 +40,15 @@ def test_a_step_is_counted_once_and_its_requests_each():
     assert [read(registry, "confidence_accepted_total", position=str(k)) for k in (1, 2, 3)] == [2, 1, 0]
     predicted = [round(read(registry, "confidence_predicted_total", position=str(k)), 6) for k in (1, 2, 3)]
     assert predicted == [1.6, 0.8, 0.7]
+
+
+@pytest.mark.parametrize(("odd", "counts"), [(np.nan, 0), (-1.0, 0), (-np.inf, 0), (2.0, 1), (np.inf, 1), (1e300, 1)])
+def test_a_confidence_that_is_none_counts_as_the_nearest_probability(odd, counts):
+    it, registry = metrics()
+    for _ in range(2):
+        it.settled(1, np.array([1]), np.array([1]), tokens=2, tau=1.5, confidence=np.array([[odd]]))
+    assert read(registry, "confidence_predicted_total", position="1") == 2 * counts
+    assert read(registry, "confidence_accepted_total", position="1") == 2
 
 
 def test_a_step_without_a_plan_says_nothing_of_tau():
