@@ -85,7 +85,7 @@ def prepare_depths(worker: Any) -> None:
     draft, gamma = worker.draft_worker, worker.gamma
     draft.keep_depth()
     graphs, taken, eager = _captures(draft), 0.0, []
-    for depth in _by_use(gamma):
+    for depth in (*range(1, gamma), 0):  # those that schedules choose most first; depth 0 has only an extend
         before = _free(draft) if graphs else 0.0
         graphs = graphs and bool(worker.agreement.first_says(before > LEAST_FREE + 2 * taken))
         with draft.contexts(), worker._override_worker_state(depth, depth + 1):
@@ -112,8 +112,3 @@ def _captures(draft: Any) -> bool:
 def _free(draft: Any) -> float:
     """Gigabytes left on the device."""
     return float(get_available_gpu_memory(draft.device, draft.gpu_id))
-
-
-def _by_use(gamma: int) -> list[int]:
-    """Depths below gamma, those that schedules choose most first; a step without a draft has only an extend."""
-    return [*range(1, gamma), 0]
