@@ -144,8 +144,10 @@ def test_both_formats_are_the_ones_sglang_writes(tmp_path: Path):
     assert load_sps_table(path).seconds == pytest.approx((0.006, 0.007))
 
 
-def test_a_target_table_takes_only_the_draft_terms_of_another():
-    measured = CostTable((1,), (9.0,), per_request=9.0, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3)
+def test_a_target_table_takes_only_the_draft_terms_and_the_tiers_of_another():
+    measured = CostTable(
+        (1,), (9.0,), per_request=9.0, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3, tiers=(6, 12)
+    )
     joined = TABLE.with_draft_terms_of(measured)
     assert (joined.draft_start, joined.draft_fixed, joined.extend_per_token) == (0.1, 0.2, 0.3)
-    assert joined == dataclasses.replace(TABLE, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3)
+    assert joined == dataclasses.replace(TABLE, draft_start=0.1, draft_fixed=0.2, extend_per_token=0.3, tiers=(6, 12))
