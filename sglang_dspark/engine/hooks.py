@@ -134,6 +134,18 @@ def _sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, 
     return sample_verify(original, verify_input, batch, *args, **kwargs)
 
 
+def _process_verify(verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang_dspark.engine.sampling import process_verify
+
+    process_verify(verify_input, batch, logits_output)
+
+
+def _penalise_verify(verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang_dspark.engine.penalties import penalise_verify
+
+    penalise_verify(verify_input, batch, logits_output)
+
+
 def _count_output(_: Callable[..., Any], batch: Any) -> None:
     from sglang_dspark.engine.penalties import count_output
 
@@ -229,8 +241,14 @@ SAMPLER = (
     "deterministic"
 )
 
+# What SGLang's eagle_sample takes.
+VERIFY = "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, watermark_state, watermark_full_mask"
+
 # The two patches of the verify's sampling: min-p on every device, and everything on CPU.
 SAMPLING = ("01-verify-min-p", "02-cpu-verify-sampling")
+
+# The patch of counting and of penalising.
+PENALTIES = ("11-penalties-in-verify",)
 
 # Of both of our workers.
 INFO = Hook(
@@ -243,6 +261,7 @@ STOPS = Hook(
     "managers.schedule_batch.Req.update_finish_state", "self, new_accepted_len", HookType.AROUND, _finish,
     "of two stop strings in one accepted run SGLang takes the first of the request's list, not the first one said",
     "where a request stops would depend on the schedule",
+    ("10-stop-first-said",),
 )  # fmt: skip
 
 STARTUP = (
@@ -329,18 +348,30 @@ WORKER = (
         ("03-cpu-draft-sampling",),
     ),
     Hook(
-        "speculative.eagle_utils.eagle_sample",
-        "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, watermark_state, watermark_full_mask",
-        HookType.AROUND, _sample_verify,
-        "the samplers below need the batch's sampling parameters, which SGLang does not hand them; its verify knows no "
-        "custom logit processors, and penalises a run only by what was said before it",
-        "min-p, and on CPU top-k and top-p, would have no values; output under penalties would depend on the schedule",
+        "speculative.eagle_utils.eagle_sample", VERIFY, HookType.AROUND, _sample_verify,
+        "the samplers below need the batch's sampling parameters, which SGLang does not hand them",
+        "min-p, and on CPU top-k and top-p, would have no values",
+        SAMPLING,
+    ),
+    Hook(
+        "speculative.eagle_utils.eagle_sample", VERIFY, HookType.BEFORE, _process_verify,
+        "SGLang's verify knows no custom logit processors",
+        "they would have no effect after the first token",
+        ("12-verify-logit-processors",),
+    ),
+    # Of two hooks before a function the later one runs first: processors see penalised logits, as in plain decoding.
+    Hook(
+        "speculative.eagle_utils.eagle_sample", VERIFY, HookType.BEFORE, _penalise_verify,
+        "SGLang penalises a verified run only by what was said before it",
+        "output under penalties would depend on the schedule",
+        PENALTIES,
     ),
     STOPS,
     Hook(
         "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "self", HookType.AROUND, _count_output,
         "SGLang counts one token a step for penalties and min_new_tokens, however many a verify accepted",
         "output under penalties would depend on the schedule, and min_new_tokens count steps",
+        PENALTIES,
     ),
     Hook(
         "speculative.eagle_utils.tree_speculative_sampling_target_only", SAMPLER, HookType.AROUND,

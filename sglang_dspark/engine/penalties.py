@@ -94,6 +94,14 @@ def of_penalizers(found: dict[type, Any]) -> Penalties:
     return Penalties(frequency, presence, repetition, seen, missing, ends)
 
 
+def penalise_verify(verify_input: Any, batch: Any, logits_output: Any) -> None:
+    """Before SGLang's eagle_sample: penalise the step's runs by what :func:`count_output` left on the batch."""
+    info = batch.sampling_info
+    if info.acc_additive_penalties is not None and not batch.forward_mode.is_idle():
+        drafts = verify_input.draft_token.view(len(batch.seq_lens), -1)[:, 1:]
+        penalise(logits_output.next_token_logits, drafts, info, batch.dspark_penalties)
+
+
 def penalise(logits: Tensor, drafts: Tensor, info: Any, penalties: Penalties) -> None:
     """Penalise logits [R * (depth + 1), V] of a verified run in place, each row with the drafts [R, depth] before it.
 

@@ -1,8 +1,8 @@
 """Exact sampling in the verify pass: the chain sampler on CPU, and what a request may ask for everywhere.
 
 SGLang 0.5.23's EAGLE verify takes the argmax on CPU whatever the temperature; on every device it ignores min-p and
-custom logit processors, and penalises a run by what was said before it only. Here a CPU verify samples, from the very
-distribution that SGLang's plain CPU decoding samples from, and what was asked for counts.
+custom logit processors. Here a CPU verify samples, from the very distribution that SGLang's plain CPU decoding samples
+from, and what was asked for counts.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from torch import Tensor
 
-from sglang_dspark.engine.penalties import penalise
-
 # The sampling parameters of the batch that is being verified; SGLang's sampler functions are not told them.
 _verifying: ContextVar[Any] = ContextVar("sampling_info of the batch in verify")
 
 
-def sample_verify(
-    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """SGLang's eagle_sample on logits that processors and penalties have changed as in plain decoding, and with the
-    batch's sampling parameters within reach of the functions below."""
-    info = batch.sampling_info
-    if not batch.forward_mode.is_idle():
-        drafts = verify_input.draft_token.view(len(batch.seq_lens), -1)[:, 1:]
-        if info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits_output.next_token_logits, info, drafts.shape[1] + 1)
-        if info.acc_additive_penalties is not None:
-            penalise(logits_output.next_token_logits, drafts, info, batch.dspark_penalties)
-    token = _verifying.set(info)
+def sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's eagle_sample with the batch's sampling parameters within reach of the functions below."""
+    token = _verifying.set(batch.sampling_info)
     try:
-        return original(verify_input, batch, logits_output, *args, **kwargs)
+        return original(verify_input, batch, *args, **kwargs)
     finally:
         _verifying.reset(token)
+
+
+def process_verify(verify_input: Any, batch: Any, logits_output: Any) -> None:
+    """Before SGLang's eagle_sample: custom logit processors on a verify's logits [R * (depth + 1), V], in place."""
+    info = batch.sampling_info
+    if info.has_custom_logit_processor and not batch.forward_mode.is_idle():
+        width = len(verify_input.draft_token) // len(batch.seq_lens)
+        apply_custom_logit_processor(logits_output.next_token_logits, info, width)
 
 
 def verified_alone(info: Any) -> list[int]:

@@ -30,6 +30,14 @@ class NothingTwice(CustomLogitProcessor):
         return logits
 
 
+class NeverThese(CustomLogitProcessor):
+    """Bans every third token, whatever was said."""
+
+    def __call__(self, logits, custom_param_list):
+        logits[:, ::3] = -1e9
+        return logits
+
+
 ASKS = {
     "plain": {"sampling_params": ENDLESS},
     "logprobs": {

@@ -4,15 +4,21 @@ Run by test_patched on a patched and on a stock tree: python -m tests.engine.pat
 """
 
 import json
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from random import Random
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from sglang_dspark.engine import cpu
 
 cpu.install()
+
+from tests.engine.test_penalties import KINDS, VOCAB, batch_of, one_by_one, penalties_of, request  # noqa: E402
 
 
 def min_p_of_block_drafts() -> bool:
@@ -121,6 +127,118 @@ def a_forced_budget_counts_without_a_table() -> bool:
     return layout is not None and layout.total_verify_tokens == 9
 
 
+def a_run_ends_where_it_would_have_ended_token_by_token() -> bool:
+    """In random runs of few tokens, under every two of the stops that there are."""
+    random, wishes = Random(0), ({"stop": ["c", "ab"]}, {"stop": ["bc"], "stop_regex": ["a.a", "d$"]}, {"stop": ["e"]})
+    for _ in range(2000):
+        run = [random.randrange(6) for _ in range(random.randrange(1, 6))]
+        params = {**random.choice(wishes), "stop_token_ids": random.choice(([], [3], [4])), "max_new_tokens": 6}
+        whole, single = saying(params), saying(params)
+        whole.output_ids.extend(run)
+        whole.update_finish_state(len(run))
+        for token in run:
+            if not single.finished():
+                single.output_ids.append(token)
+                single.update_finish_state(1)
+        ends = [(req.finished_reason and req.finished_reason.to_json(), list(req.output_ids_through_stop))
+                for req in (whole, single)]  # fmt: skip
+        if ends[0] != ends[1]:
+            return False
+    return True
+
+
+def saying(params: dict) -> Any:
+    """As much of a request as stops need, that has said "ab"."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = object.__new__(Req)
+    words = ("a", "b", "c", "bcd", "ea", "f")
+    req.tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(words[i] for i in ids), encode=lambda text, **_: list(text), eos_token_id=5,
+        additional_stop_token_ids=None,
+    )  # fmt: skip
+    req.sampling_params = SamplingParams(**params)
+    req.sampling_params.normalize(req.tokenizer)
+    req.output_ids, req.decoded_text = array("q", [0, 1]), ""
+    req.vocab_size, req.eos_token_ids, req.rid = 6, None, "x"
+    req.finished_reason = req.finished_len = req.to_finish = req.grammar = None
+    return req
+
+
+def a_run_is_penalised_token_by_token() -> bool:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    torch.manual_seed(0)
+    wishes = list(KINDS.values())
+    said, drafts = torch.randint(0, 5, (len(wishes), 4)), torch.randint(0, 5, (len(wishes), 4))
+    logits = torch.randn(len(wishes), 5, VOCAB)
+    batch = batch_of([request(**wish) for wish in wishes])
+    penalizers = batch.sampling_info.penalizer_orchestrator
+    count = getattr(ScheduleBatch, "cumulate_penalty_output_runs", ScheduleBatch.cumulate_penalty_output_tokens)
+    for req in batch.reqs:
+        req.penalized_output_len = 0
+    for start, end in ((0, 1), (1, 1), (1, 4)):  # a verify accepts so many at once
+        for req, row in zip(batch.reqs, said[:, start:end].tolist(), strict=True):
+            req.output_ids += row
+        count(batch)
+    sums = penalties_of(penalizers, len(wishes))
+    copied = penalizers.copy_for_verify() if hasattr(penalizers, "copy_for_verify") else None
+    penalizers.cumulate_output_tokens(drafts[:, 0])  # of the next batch: not for this verify to see
+    info = sampling_info(len(wishes), verify_penalizers=copied, **vars(sums))
+    got = verified(info, logits.flatten(0, 1).clone(), drafts)
+    return torch.allclose(got.view_as(logits), one_by_one(logits, drafts, wishes, said), atol=1e-6)
+
+
+def a_custom_logit_processor_sees_every_row() -> bool:
+    from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
+
+    def without(logits: torch.Tensor, params: list[dict]) -> torch.Tensor:
+        banned = [torch.tensor(one["ban"]) for one in params]
+        return torch.stack([row.index_fill(0, ban, -9.0) for row, ban in zip(logits, banned, strict=True)])
+
+    entry = ProcessorEntry(processor=without, rows=[1], indices=torch.tensor([1]))
+    info = sampling_info(
+        2, has_custom_logit_processor=True, custom_logit_processor={7: entry}, custom_params=[None, {"ban": [3]}]
+    )
+    got = verified(info, torch.zeros(2 * 3, 5), torch.tensor([[1, 2], [1, 2]])).view(2, 3, 5)
+    return bool((got[0] == 0).all() and (got[1, :, 3] == -9).all() and (got[1, :, :3] == 0).all())
+
+
+def sampling_info(requests: int, **given: Any) -> Any:
+    """As much as a greedy verify asks for."""
+
+    class Info(SimpleNamespace):
+        def __len__(self) -> int:
+            return requests
+
+    defaults = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "verify_penalizers", "logit_bias"))
+    return Info(**{**defaults, "is_all_greedy": True, "has_custom_logit_processor": False, "device": "cpu", **given})
+
+
+def verified(info: Any, logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """The logits [R * (depth + 1), V] as SGLang's eagle_sample changes them, drafts [R, depth] being chains."""
+    from sglang.srt.speculative import eagle_utils
+
+    requests, width = len(drafts), drafts.shape[1] + 1
+    index = torch.arange(requests * width).view(requests, width)
+    following = torch.tensor([*range(1, width), -1]).expand(requests, width).contiguous()
+    verify_input = SimpleNamespace(
+        draft_token=torch.cat([torch.zeros(requests, 1, dtype=torch.int64), drafts], 1).flatten(), tree_topk=1,
+        draft_token_num=width, max_tree_depth=width, retrieve_index=index, retrieve_next_token=following,
+        retrieve_next_sibling=torch.full_like(following, -1),
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        device="cpu", forward_mode=SimpleNamespace(is_idle=lambda: False), seq_lens=torch.ones(requests),
+        sampling_info=info,
+    )  # fmt: skip
+    spec = SimpleNamespace(speculative_use_rejection_sampling=False)
+    with patch.object(eagle_utils, "get_spec", lambda: spec):
+        predicted, _, _ = eagle_utils.eagle_sample(verify_input, batch, SimpleNamespace(next_token_logits=logits))
+    assert int(predicted[0]) == int(logits[0].argmax())
+    return logits
+
+
 CHECKS: tuple[Callable[[], bool], ...] = (
     min_p_of_block_drafts,
     tree_samples_follow_the_target,
@@ -128,6 +246,9 @@ CHECKS: tuple[Callable[[], bool], ...] = (
     a_plugins_algorithm_has_all_methods,
     ranks_wait_for_the_confidence,
     a_forced_budget_counts_without_a_table,
+    a_run_ends_where_it_would_have_ended_token_by_token,
+    a_run_is_penalised_token_by_token,
+    a_custom_logit_processor_sees_every_row,
 )
 
 

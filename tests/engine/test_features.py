@@ -35,9 +35,8 @@ def wanted(plain, prompts):
     return answers
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_ask_is_answered_as_without_speculation_in_one_mixed_batch(switch, wanted, prompts, policy):
-    server = switch.to(policy)
+def check_mixed(server, wanted, prompts):
+    """All asks at once, and sampled ones beside them, are answered as by plain decoding."""
     server.flush()
     sampled = [
         {"sampling_params": {**ENDLESS, "temperature": 0.8, **filters}} for filters in ({}, {"top_k": 5, "min_p": 0.1})
@@ -54,12 +53,11 @@ def test_each_ask_is_answered_as_without_speculation_in_one_mixed_batch(switch, 
         wrong = [name for name, answer in answers if not same(answer.result(), wanted[name])]
         assert [len(answer.result()["output_ids"]) for answer in beside] == [ENDLESS["max_new_tokens"]] * 2
     assert wrong == []
-    info = server.info()["dspark"]
-    assert info["faults"] == {} and info["verified"] >= (policy != "none")
 
 
-def test_of_two_stop_strings_in_one_run_the_one_said_first_ends_it(switch, plain, prompts):
-    server, seen = switch.to("all"), 0
+def check_stop_strings(server, plain, prompts):
+    """Of two stop strings the one said first ends a request, wherever it stands in the list."""
+    seen = 0
     for prompt in prompts:
         words = ask(plain, prompt, {"sampling_params": ENDLESS})["text"].split()
         for first, second in zip(words[4:12:2], words[5:13:2], strict=False):
@@ -68,6 +66,18 @@ def test_of_two_stop_strings_in_one_run_the_one_said_first_ends_it(switch, plain
             assert same(got, wanted)
             seen += wanted["meta_info"]["finish_reason"]["matched"] == first
     assert seen > 20
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_ask_is_answered_as_without_speculation_in_one_mixed_batch(switch, wanted, prompts, policy):
+    server = switch.to(policy)
+    check_mixed(server, wanted, prompts)
+    info = server.info()["dspark"]
+    assert info["faults"] == {} and info["verified"] >= (policy != "none")
+
+
+def test_of_two_stop_strings_in_one_run_the_one_said_first_ends_it(switch, plain, prompts):
+    check_stop_strings(switch.to("all"), plain, prompts)
 
 
 def test_hidden_states_are_those_of_the_accepted_tokens(switch, pairs, prompts):
