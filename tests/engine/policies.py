@@ -53,13 +53,24 @@ class Switch(Policy):
 
 
 class Peek(Policy):
-    """Breaks the rule for sampled drafts: admits position 1 only where its sampled token is an even one."""
+    """Breaks the rule for sampled drafts: admits a draft only where its sampled token is an even one."""
+
+    position = 0
 
     def plan(self, batch, first_shown):
-        return self.scheduler.verify_all(len(batch.slots))
+        # Less than everything: a worker that verifies everything asks for no allocation.
+        requests, gamma = len(batch.slots), self.scheduler.gamma
+        return self.scheduler.verify_all(requests)._replace(budget=requests * (gamma - 1))
 
     def allocate(self, plan, confidence, draft):
-        return torch.where(draft[:, 0] % 2 == 0, plan.depth + 1, 1).to(torch.int32)
+        return torch.where(draft[:, self.position] % 2 == 0, plan.depth, 1).to(torch.int32)
+
+
+class PeekBeyond(Peek):
+    """Looks at position 2. SGLang tests the first draft that a native schedule leaves out, too, against the anchor's
+    logits, which are there anyway: a look at position 1 alone changes no distribution."""
+
+    position = 1
 
 
 class Broken(Policy):

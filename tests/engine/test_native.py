@@ -9,7 +9,7 @@ import torch
 
 from sglang_dspark.cost import CostTable, save_table
 from sglang_dspark.engine.deployment import cost_key
-from tests.engine.conftest import dspark, greedy, switched
+from tests.engine.conftest import NEW_TOKENS, dspark, greedy, switched
 from tests.engine.test_sampling import ALPHA, SAMPLES, distribution, p_value, sample
 
 LONG = pytest.mark.long
@@ -175,17 +175,21 @@ def test_sampled_output_under_filters_has_the_targets_distribution(chi, target, 
 
 @LONG
 def test_the_same_test_catches_a_schedule_that_looks_at_the_sampled_token(pairs, target):
-    peek = {"DSPARK_POLICY": "tests.engine.policies:Peek"}
+    peek = {"DSPARK_POLICY": "tests.engine.policies:PeekBeyond"}
     with dspark(pairs.chi_target, pairs.chi_dspark, "--disable-radix-cache", env=peek) as server:
         assert p_value(sample(server, SAMPLES), distribution(target)) < ALPHA
+        assert server.info()["dspark"]["faults"] == {}
 
 
 @LONG
 @pytest.mark.parametrize("mode", ("static", "cap-accept"))
 def test_the_users_verify_mode_is_sglangs_own_worker_and_exact(pairs, expected, prompts, mode):
     with dspark(pairs.target, pairs.dspark, env={"SGLANG_RAGGED_VERIFY_MODE": mode}) as server:
-        assert greedy(server, prompts) == expected
-        assert "dspark" not in server.info() and server.info()["avg_spec_accept_length"] > 1.2
+        replies = server.generate_all(prompts, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        assert [reply["output_ids"] for reply in replies] == expected
+        assert "dspark" not in server.info()
+        steps = sum(reply["meta_info"]["spec_verify_ct"] for reply in replies)
+        assert sum(reply["meta_info"]["completion_tokens"] for reply in replies) > 1.2 * steps
 
 
 @LONG
