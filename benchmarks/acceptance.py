@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--sampled-drafts", action="store_true", help="draw drafts, where they are else the argmax")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=40, help="prompts a domain")
     parser.add_argument("--left-out", type=float, default=0.15, help="share left out of training; 1 takes all prompts")
@@ -44,6 +45,7 @@ def main() -> None:
         *("--model-path", str(args.target), "--max-total-tokens", "65536", "--max-running-requests", str(USERS)),
         *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)),
         *("--speculative-num-steps", str(args.steps)),
+        *(("--speculative-use-rejection-sampling",) if args.sampled_drafts else ()),
         env={"DSPARK_PROFILE_SECONDS": "0"},
     )
     replies: list[dict[str, Any]] = []
