@@ -80,10 +80,15 @@ class CostModel:
         offset = self._offsets(requests, kv_tokens, np.asarray(depth))
         return offset + self._tokens_curve(int(counts.max(initial=0)))[counts]
 
-    def bind(self, requests: int, kv_tokens: int, prefill_tokens: int = 0) -> BoundCost:
-        """step_time for one batch, up to max_depth drafts a request: what the planner calls with (depth, tokens)."""
+    def bind(self, requests: int, kv_tokens: int, prefill_tokens: int = 0, *, warm: bool = False) -> BoundCost:
+        """step_time for one batch, up to max_depth drafts a request: what the planner calls with (depth, tokens).
+
+        warm: a step without a draft runs the draft's extend all the same, so that the next one can draft.
+        """
         most = requests * len(self._depths) + prefill_tokens
         offsets = self._offsets(requests, kv_tokens, self._depths)
+        if warm:
+            offsets[0] += self._extend(requests, 0) * self.correction.common()
         return BoundCost(offsets, self._tokens_curve(most), self._tiers, prefill_tokens)
 
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
@@ -94,14 +99,21 @@ class CostModel:
         """Everything that does not depend on the tokens verified, for each depth."""
         table = self.table
         draft = table.draft_fixed + table.draft_per_request * requests
-        extend = table.extend_fixed + requests * (table.extend_per_request + table.extend_per_token * (depth + 1))
+        drafting = table.draft_start + self._extend(requests, depth)
         seconds = (
             table.per_request * requests
             + table.per_kv_token * kv_tokens
-            + np.where(depth > 0, table.draft_start + extend, 0.0)  # without a draft nothing of it runs, see DraftRest
+            + np.where(depth > 0, drafting, 0.0)  # while the draft rests nothing of it runs, see DraftRest
             + np.maximum(depth - table.free_depth, 0) * draft
         )
         return seconds * self.correction.common()
+
+    def _extend(self, requests: int, depth: Ints | int) -> Seconds:
+        """The draft's extend after a verify of this depth's rows."""
+        table = self.table
+        return np.asarray(
+            table.extend_fixed + requests * (table.extend_per_request + table.extend_per_token * (depth + 1))
+        )
 
     def _tokens_curve(self, most: int) -> Seconds:
         """The corrected token curve for counts 0..most, kept until the correction moves or the range grows."""

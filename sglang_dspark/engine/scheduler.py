@@ -124,6 +124,8 @@ class StepScheduler:
         self.history = ConfidenceHistory(slots, gamma)
         self.priors = (PositionPrior(gamma), PositionPrior(gamma))
         self.estimator = estimator or Estimator(slots, gamma)
+        self.extends = True
+        """Whether a step without a draft runs the draft's extend unless the draft rests; native drafts have none."""
         self.trace: TraceWriter | None = None
         """Where steps are recorded; None: nowhere."""
         self.rest = DraftRest()
@@ -157,19 +159,24 @@ class StepScheduler:
             confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, prior)
             if first_shown is not None:
                 confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
-        step_time = self.cost.bind(requests, batch.kv_tokens)
+        resting_time = self.cost.bind(requests, batch.kv_tokens)
+        step_time = self.cost.bind(requests, batch.kv_tokens, warm=True) if self.extends else resting_time
+        seconds = float(resting_time(0, np.array([requests]))[0])
         planned = plan_joint(confidence, step_time, max_depth=self.gamma)
-        plan = self.guard.choose(planned, requests, lambda: plan_simple(confidence, step_time, max_depth=self.gamma))
-        if plan is planned:
-            plan = self._probe(plan, requests)
+        pays = planned.depth > 0 and planned.theta >= requests / seconds
+        # What a step is worth where the draft may rest, which is what the guard compares modes by.
+        seen = planned if pays else planned._replace(theta=max(planned.theta, requests / seconds))
+        plan = self.guard.choose(seen, requests, lambda: plan_simple(confidence, resting_time, max_depth=self.gamma))
+        if plan is seen:
+            plan = self._probe(planned, requests)
         elif not plan.depth:
             self.warm = False
             return plan
-        depth = self.rest.step(plan.depth, requests)
+        rested = self.rest.resting
+        self.rest.step(0 if plan is planned and not pays else plan.depth, requests)
         self.warm = not self.rest.resting
-        if depth == plan.depth:
+        if self.warm and not rested:
             return plan
-        seconds = float(step_time(0, np.array([requests]))[0])
         return Plan(0, 0, "no_draft", float(requests), seconds, requests / seconds)
 
     def verify_all(self, requests: int, depth: int | None = None) -> Plan:

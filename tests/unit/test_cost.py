@@ -230,3 +230,13 @@ def test_observations_that_make_no_sense_are_ignored(bad: tuple):
 def test_tables_that_make_no_sense_are_refused(change: dict, word: str):
     with pytest.raises(ValueError, match=word):
         CostTable(**{"tokens": (8, 16), "seconds": (0.01, 0.02), **change})
+
+
+def test_a_step_without_a_draft_pays_the_extend_while_the_draft_is_kept_warm():
+    table = CostTable((1, 64), (0.01, 0.02), extend_fixed=0.003, extend_per_request=0.0002, extend_per_token=0.0001)
+    model = CostModel(table, max_depth=4)
+    resting, warm = model.bind(8, 0), model.bind(8, 0, warm=True)
+    counts = np.arange(8, 40)
+    assert warm(0, counts) - resting(0, counts) == pytest.approx(np.full(32, 0.003 + 8 * 0.0003))
+    for depth in range(1, 5):
+        assert np.array_equal(warm(depth, counts), resting(depth, counts))

@@ -44,6 +44,7 @@ class NativeWorker(Scheduled, DSparkWorkerV2):
         """Stock, then our scheduler."""
         super().alloc_memory_pool(*args, **kwargs)
         self.start_scheduling(NATIVE)
+        self.scheduler.extends = False
         self.scheduler.history = ConfidenceHistory(self.scheduler.slots, self.gamma, history_lag())
         self.scheduling = NativeScheduling(
             self.requests, self.scheduler, self.policy, self.faults, self.reports, self.agreement
