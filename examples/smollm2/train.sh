@@ -2,7 +2,7 @@
 # The shipped draft and its confidence head from prompts alone: sh examples/smollm2/train.sh PROMPTS OUT
 # Four fits, each going on from the one before. The first takes the target's answers, but for the last three of 15
 # batches, which its own head learns from; the second those three and three batches of dialogues that the target writes
-# itself; the third and fourth other dialogues. The last two batches of each are kept from the draft for its head.
+# itself; the third and fourth other dialogues. Of these three the last two batches are kept from the draft for its head.
 set -eu
 prompts=$1 out=$2 target=build/smollm2-135m
 test -e $target/config.json || python -m examples.smollm2.convert --out $target

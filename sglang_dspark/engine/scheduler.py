@@ -172,10 +172,9 @@ class StepScheduler:
         elif not plan.depth:
             self.warm = False
             return plan
-        rested = self.rest.resting
-        self.rest.step(0 if plan is planned and not pays else plan.depth, requests)
+        drafts = self.rest.step(pays or plan is not planned, requests)
         self.warm = not self.rest.resting
-        if self.warm and not rested:
+        if drafts:
             return plan
         return Plan(0, 0, "no_draft", float(requests), seconds, requests / seconds)
 

@@ -1,7 +1,7 @@
 """Decides when the draft model rests: no forward of it at all, while drafting would not pay anyway."""
 
-# By how many the no-draft plans must outnumber the others before the draft rests: one odd step must not cool it down,
-# and plans that alternate must not pay for the extend of every step without a draft.
+# By how many the steps that a resting draft would beat must outnumber the others before it rests: one odd step must not
+# cool it down, and steps that alternate must not keep it warm for less than a rest would give.
 PATIENCE = 8
 # Steps of the first rest, and of the longest. A rest that ends in vain doubles the next one, so that a draft that never
 # pays costs PATIENCE extends in every LONGEST steps.
@@ -26,26 +26,26 @@ class DraftRest:
         self._length = SHORTEST
         self._load = 0
 
-    def step(self, wants: int, requests: int) -> int:
-        """The depth to draft in this step, given the plan's, `wants`, and the batch's size.
+    def step(self, pays: bool, requests: int) -> bool:
+        """Whether this step may draft, given whether drafting beats a resting draft, and the batch's size.
 
-        0 while resting and in the step that ends a rest, whose extend prepares the next step's draft.
+        Not while resting, nor in the step that ends a rest, whose extend prepares the next step's draft.
         """
         if self.resting:
             self._rested += 1
             over = self._rested >= self._length or abs(requests - self._load) > OTHER_LOAD * self._load
-            if wants and over:
+            if pays and over:
                 self.wake()
-            return 0
-        if wants:
+            return False
+        if pays:
             if self._idle == 0:
                 self._length = SHORTEST  # drafting is the rule: the last rest did not end in vain
             self._idle = max(self._idle - 1, 0)
-            return wants
+            return True
         self._idle += 1
         if self._idle > PATIENCE:
             self.resting, self.rests, self._rested, self._load = True, self.rests + 1, 0, requests
-        return 0
+        return not self.resting
 
     def wake(self) -> None:
         """End a rest: from the next step on the draft can be used."""

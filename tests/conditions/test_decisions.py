@@ -16,9 +16,8 @@ from tests.unit.test_step_scheduler import batch, scheduler, shown_at, step
 @pytest.mark.parametrize("machine", ("GPU", "CPU", "dear draft"))
 @pytest.mark.parametrize("users", (1, 4, 8, 32))
 def test_c07_never_slower_than_the_best_fixed_setting_by_more_than_noise(machine, users):
-    share = 0.95 if (machine, users) == ("dear draft", 4) else 0.97  # near break-even, 0.967 to 0.977 by the seed
     fixed = [throughput(Simulated(MACHINES[machine], users, fixed=depth)) for depth in range(6)]
-    assert throughput(Simulated(MACHINES[machine], users)) > share * max(fixed)
+    assert throughput(Simulated(MACHINES[machine], users)) > 0.97 * max(fixed)
 
 
 def test_c08_a_flat_cost_curve_verifies_all():
