@@ -1,9 +1,10 @@
 """What a server of each kind delivers at each load: plain, EAGLE3 at fixed depths, SGLang's adaptive mode, DSPARK.
 
-    python -m benchmarks.serving --prompts FOLDER
+    python -m benchmarks.serving --prompts FOLDER [--sources]
 
-One server of each kind is started in turn within a round, and rounds repeat, so that slow changes of the machine meet
-all of them alike; figures are medians over rounds. Prints a table, then one JSON line.
+One server of each kind is started, and all of them stay up, asleep but for one. Within a round each load goes to all
+kinds in turn, in the other order in every second round, so that slow changes of the machine meet all of them alike.
+Figures are medians over rounds, DSPARK's ratio to the best of the others too. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import statistics
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.launch import Server
@@ -40,22 +43,35 @@ class Run(NamedTuple):
     dspark: dict[str, Any] | None
 
 
-def modes(draft: Path) -> dict[str, list[str]]:
-    """Server flags of each kind."""
+class Kind(NamedTuple):
+    """How a server is started."""
+
+    flags: list[str]
+    env: dict[str, str] | None = None
+
+
+def kinds_of(draft: Path) -> dict[str, Kind]:
+    """Every kind of server; the last two are DSPARK with worse sources of confidence, see SOURCES."""
     eagle = ["--speculative-draft-model-path", str(draft)]
 
-    def fixed(steps: int) -> list[str]:
-        return [
-            *("--speculative-algorithm", "EAGLE3", *eagle, "--speculative-num-steps", str(steps)),
-            *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)),
-        ]
+    def fixed(steps: int, *more: str) -> Kind:
+        chain = ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1))
+        steps_flag = ("--speculative-num-steps", str(steps))
+        return Kind(["--speculative-algorithm", "EAGLE3", *eagle, *steps_flag, *chain, *more])
 
+    dspark = ["--speculative-algorithm", "DSPARK", *eagle]
     return {
-        "plain": [],
+        "plain": Kind([]),
         **{f"eagle3_{steps}": fixed(steps) for steps in (1, 3, 5)},
-        "eagle3_adaptive": [*fixed(3), "--speculative-adaptive"],
-        "dspark": ["--speculative-algorithm", "DSPARK", *eagle],
+        "eagle3_adaptive": fixed(3, "--speculative-adaptive"),
+        "dspark": Kind(dspark),
+        "dspark_estimator": Kind(dspark, {"DSPARK_CONFIDENCE_HEAD": "off"}),
+        "dspark_blind": Kind(dspark, {"DSPARK_POLICY": "benchmarks.policies:Blind"}),
     }
+
+
+# In place of the draft's confidence head: the estimator, and nothing but each position's pooled acceptance.
+SOURCES = ("dspark_estimator", "dspark_blind")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
+    parser.add_argument("--sources", action="store_true", help="also DSPARK without head, without confidence")
     return parser
 
 
@@ -86,18 +103,28 @@ def main() -> None:
     found = choose(read_prompts(args.prompts), args.left_out, max(args.users))
     ids, _ = tokenise([prompt.text for prompt in found], args.target)
     ids = mixed([prompt.domain for prompt in found], ids)
-    kinds = {k: v for k, v in modes(args.draft).items() if args.modes is None or k in args.modes}
+    kinds = {
+        name: kind
+        for name, kind in kinds_of(args.draft).items()
+        if (name in args.modes if args.modes else args.sources or name not in SOURCES)
+    }
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
-    for number in range(args.rounds):
-        for name, flags in list(kinds.items()):
-            with console.status(f"round {number + 1}/{args.rounds}: {name}"):
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name, kind in kinds.items():
+            with console.status(f"start: {name}"):
                 try:
-                    measure(name, flags, args, ids, runs)
+                    servers[name] = stack.enter_context(start(kind, args))
                 except RuntimeError as error:  # a kind that this machine's SGLang cannot start
                     console.print(f"{name} left out: {str(error).splitlines()[-1][:200]}", markup=False)
-                    del kinds[name]
-    loads = [summary(users, kinds, runs) for users in args.users]
-    show(console, loads, kinds)
+                    continue
+                load(servers[name], ids, min(8, max(args.users)), args)  # warm-up
+        turns = [(number, users) for number in range(args.rounds) for users in args.users]
+        for number, users in track(turns, "loads", console=console):
+            for name in sorted(servers, key=list(servers).index, reverse=number % 2 == 1):
+                runs[users, name].append(load(servers[name], ids, users, args))
+    loads = [summary(users, list(servers), runs) for users in args.users]
+    show(console, loads, list(servers))
     print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "sweep": sweep(loads), "loads": loads}))
 
 
@@ -111,16 +138,11 @@ def mixed(domains: list[str], ids: list[list[int]]) -> list[list[int]]:
     return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
-def measure(
-    name: str, flags: list[str], args: argparse.Namespace, ids: list[list[int]], runs: dict[tuple[int, str], list[Run]]
-) -> None:
-    """One server, all loads."""
+def start(kind: Kind, args: argparse.Namespace) -> Server:
+    """A server of one kind, with room for the largest load."""
     most = max(args.users)
     pool = ("--max-total-tokens", str(most * 1024), "--max-running-requests", str(most))
-    with Server("--model-path", str(args.target), *pool, *flags, threads=args.threads) as server:
-        load(server, ids, min(8, most), args)  # warm-up
-        for users in args.users:
-            runs[users, name].append(load(server, ids, users, args))
+    return Server("--model-path", str(args.target), *pool, *kind.flags, env=kind.env, threads=args.threads)
 
 
 def load(server: Server, ids: list[list[int]], users: int, args: argparse.Namespace) -> Run:
@@ -172,7 +194,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {**counted, "mean_budget": mean_budget, "depths": {d: n for d, n in depths.items() if n}}
 
 
-def summary(users: int, kinds: dict[str, Any], runs: dict[tuple[int, str], list[Run]]) -> dict[str, Any]:
+def summary(users: int, kinds: list[str], runs: dict[tuple[int, str], list[Run]]) -> dict[str, Any]:
     """Medians over rounds of one load."""
     row: dict[str, Any] = {"users": users}
     figures = ("tokens_per_second", "tpot_p50", "tpot_p99", "accepted_length")
@@ -186,8 +208,12 @@ def summary(users: int, kinds: dict[str, Any], runs: dict[tuple[int, str], list[
         row["tpot_p99"][kind] = round(tpot[min(int(len(tpot) * 0.99), len(tpot) - 1)], 5)
         row["accepted_length"][kind] = round(statistics.median(lengths), 3) if lengths else 1.0
     if "dspark" in kinds:
-        others = [v for k, v in row["tokens_per_second"].items() if k != "dspark"]
-        row["dspark_to_best"] = round(row["tokens_per_second"]["dspark"] / max(others), 3) if others else None
+        rates = {k: v for k, v in row["tokens_per_second"].items() if not k.startswith("dspark")}
+        if rates:
+            best = max(rates, key=lambda kind: rates[kind])
+            pairs = zip(runs[users, "dspark"], runs[users, best], strict=True)
+            ratio = statistics.median(mine.tokens_per_second / its.tokens_per_second for mine, its in pairs)
+            row["dspark_to_best"] = round(ratio, 3)
         row["dspark"] = [run.dspark for run in runs[users, "dspark"]]
     return row
 
@@ -198,7 +224,7 @@ def sweep(loads: list[dict[str, Any]]) -> dict[str, float]:
     return {kind: round(statistics.mean(r[kind] / max(r.values()) for r in rates), 4) for kind in rates[0]}
 
 
-def show(console: Console, loads: list[dict[str, Any]], kinds: dict[str, Any]) -> None:
+def show(console: Console, loads: list[dict[str, Any]], kinds: list[str]) -> None:
     """Tokens per second, kinds across and loads down."""
     table = Table(title="tokens/s (accepted length)")
     table.add_column("users", justify="right")

@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.cost.isotonic import isotonic_median, lower_median
+from sglang_dspark.cost.padding import WINDOW, counts_to_pad_to
 from sglang_dspark.cost.robust import fit_terms
 from sglang_dspark.cost.table import CostTable
 
@@ -24,17 +26,22 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit_table(samples: Iterable[Sample], *, tiers: tuple[int, ...] | None = None, free_depth: int = 1) -> CostTable:
+def fit_table(
+    samples: Iterable[Sample], *, tiers: tuple[int, ...] | None = None, free_depth: int = 1, padding: bool = False
+) -> CostTable:
     """Fits every term of CostTable. Needs one verify sample at least; draft and extend terms without samples are 0.
 
     Repeats of a point count as their median. With tiers a forward counts as the tier it was padded to. The target's
     per-request and context terms are read off points of equal token count where there are such, so a curved token cost
-    does not leak into them; the curve is then the isotonic median of what remains.
+    does not leak into them; the curve is then the isotonic median of what remains. padding: the table's tiers are those
+    counts that no larger one undercuts, where the samples show some that are; the others count for nothing then.
     Raises ValueError without a usable verify sample.
     """
     points = _medians(samples, tiers or ())
     if not len(points["verify"]):
         raise ValueError("A cost table needs at least one verify sample with a time above 0; profile the target first.")
+    if padding and (tiers := _tiers_seen(points["verify"])):
+        points["verify"] = points["verify"][np.isin(points["verify"][:, 1], tiers)]
     tokens, seconds, per_request, per_kv = _fit_verify(points["verify"])
     draft = np.zeros(3)
     if len(points["draft"]):
@@ -78,6 +85,15 @@ def _medians(samples: Iterable[Sample], tiers: tuple[int, ...]) -> dict[Kind, ND
         kind: np.array([(*point, lower_median(np.array(times))) for point, times in sorted(found.items())], np.float64)
         for kind, found in repeats.items()
     }
+
+
+def _tiers_seen(points: NDArray[np.float64]) -> tuple[int, ...] | None:
+    """Counts to pad to, from the verify points of the shortest contexts of 1, 2, 3, ... tokens."""
+    times: dict[int, float] = {}
+    for _, tokens, _, seconds in sorted(points.tolist(), key=lambda point: -point[2]):
+        times[int(tokens)] = seconds
+    row = list(takewhile(lambda seconds: seconds > 0, (times.get(count, 0.0) for count in range(1, WINDOW + 1))))
+    return counts_to_pad_to(row, max(times))
 
 
 def _fit_verify(

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from sglang_dspark.cost.fit import Kind
+from sglang_dspark.cost.padding import WINDOW
 
 
 class Point(NamedTuple):
@@ -28,12 +29,14 @@ def profile_grid(
     max_kv_tokens: int,
     tiers: Sequence[int] | None = None,
     free_depth: int = 1,
+    padding: bool = False,
 ) -> list[Point]:
     """Points in the order to measure, so that a time limit cuts the least telling ones.
 
     The corners come first (one request and all, nothing and everything drafted), then what tells requests from tokens,
     the draft, the contexts, and the counts between by halving. With tiers (CUDA graphs) every tier is a token count to
-    measure; without, the counts double. contexts: per-request context lengths, shortest first; a point that does not
+    measure; without, the counts double. padding: the first WINDOW counts are measured one by one, for
+    counts_to_pad_to. contexts: per-request context lengths, shortest first; a point that does not
     fit into max_kv_tokens takes a shorter one.
     """
     if max_requests < 1 or max_depth < 1 or not contexts:
@@ -59,10 +62,16 @@ def profile_grid(
             points.append(point("draft", requests, depth, requests * max(depth - free_depth, 0), short))
         for depth in (0, max_depth):
             points.append(point("extend", requests, depth, requests * (depth + 1), short))
+    most = max_requests * (max_depth + 1)
+    if padding:
+        for tokens in range(1, min(WINDOW, most) + 1):
+            requests = _extremes(tokens, max_requests, max_depth)[0]
+            points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
     for context in (long, *contexts[1:-1]):
         for requests in sizes[:3]:
-            points.append(point("verify", requests, max_depth, requests * (max_depth + 1), context))
-    most = max_requests * (max_depth + 1)
+            # Of the largest batch nothing but anchors: with all drafts it may take as long as ten other points.
+            depth = 0 if requests == max_requests > 1 else max_depth
+            points.append(point("verify", requests, depth, requests * (depth + 1), context))
     for tokens in _outside_in([min(t, most) for t in tiers] if tiers else _doubling(most)):
         for requests in _extremes(tokens, max_requests, max_depth):
             points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))

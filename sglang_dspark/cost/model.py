@@ -91,6 +91,12 @@ class CostModel:
             offsets[0] += self._extend(requests, 0) * self.correction.common()
         return BoundCost(offsets, self._tokens_curve(most), self._tiers, prefill_tokens)
 
+    def tier(self, tokens: int) -> int | None:
+        """What a forward of so many tokens is padded to; None past the last tier and without tiers."""
+        tiers = self.table.tiers or ()
+        at = bisect_left(tiers, tokens)
+        return tiers[at] if at < len(tiers) else None
+
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
         """Learns from a step: tokens of its target forward (prefill too), seconds planned and real."""
         self.correction.observe(tokens, predicted, realised)

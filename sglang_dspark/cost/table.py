@@ -25,7 +25,9 @@ class CostTable:
     extend_per_request: float = 0.0
     extend_per_token: float = 0.0  # per token of its R * (depth + 1) rows
     free_depth: int = 1  # depths that need no draft forward: an EAGLE chain's first position comes from the extend
-    tiers: tuple[int, ...] | None = None  # captured token counts; None: no graphs, interpolate between measured counts
+    # Token counts that a verify is padded to: those of graphs where there are some, else those that no larger count
+    # undercuts. None: it is not padded, and costs between two measured counts are interpolated.
+    tiers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -38,7 +40,7 @@ class CostTable:
         if not all(isfinite(s) and s > 0 for s in self.seconds) or any(a > b for a, b in pairwise(self.seconds)):
             raise ValueError(f"The times of a cost table must be positive and never fall, got {list(self.seconds)}.")
         if self.tiers is not None and (not self.tiers or any(a >= b for a, b in pairwise((0, *self.tiers)))):
-            raise ValueError(f"The graph tiers of a cost table must rise from 1 or more, got {list(self.tiers)}.")
+            raise ValueError(f"The tiers of a cost table must rise from 1 or more, got {list(self.tiers)}.")
         for name in TERMS:
             if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} of a cost table must be 0 seconds or more, got {getattr(self, name)}.")

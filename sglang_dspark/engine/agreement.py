@@ -67,6 +67,10 @@ class Agreement:
         """``value`` of the first rank. Over the host's group."""
         return value if self._alone else self._broadcast([int(value)])[0]
 
+    def first_gives(self, value: Any) -> Any:
+        """``value`` of the first rank, whatever it is. Over the host's group."""
+        return value if self._alone else self._group.broadcast_object(value, src=0)
+
     def plan(self, batch: StepBatch, plan: Plan, warm: bool) -> tuple[Plan, bool]:
         """The first rank's plan of the next step, and whether its draft stays warm. Over the host's group.
 

@@ -23,12 +23,15 @@ from sglang.srt.speculative.eagle_utils import (
 from sglang.srt.speculative.ragged_verify import build_capture_verify_lens
 
 from sglang_dspark.cost import CostTable, Point, Sample, fit_table, profile_grid
+from sglang_dspark.engine.cpu import stand_ins_serve
 from sglang_dspark.engine.graphs import tier_of, tiers_of
 from sglang_dspark.engine.verify import ragged_rows, target_input
 
 logger = logging.getLogger(__name__)
 
-REPEATS = 3  # the fit takes medians; three survive one outlier
+# What disturbs a forward makes it longer, and the fit takes the lower one of two; a third repeat would keep other
+# points from being measured within the limit, which costs more.
+REPEATS = 2
 CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cost start-up time and add little
 # Beyond this many requests the points measured already give the slope; those of a large server's full table would eat
 # the time limit for rows that are rarely in use together.
@@ -44,16 +47,25 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
     gamma = worker.gamma
     runner = worker.target_worker.model_runner
     tiers = tiers_of(runner)  # in graphs a verify is padded to one of these
+    padding = pads_eagerly(worker)
     grid = profile_grid(
         max_requests=min(worker.req_to_token_pool.size, MOST_REQUESTS),
         max_depth=gamma,
         contexts=[min(c, runner.model_config.context_len - gamma - 2) for c in CONTEXTS],
         max_kv_tokens=worker.token_to_kv_pool_allocator.size,
         tiers=tiers,
+        padding=padding,
     )
     samples = measure(worker, grid, _RUNS, start, limit)
     worker.draft_worker.set_depth(gamma)
-    return conclude(samples, grid, start, limit, partial(fit_table, tiers=tiers))
+    return conclude(samples, grid, start, limit, partial(fit_table, tiers=tiers, padding=padding))
+
+
+def pads_eagerly(worker: Any) -> bool:
+    """Whether a verify outside of graphs may be padded: where our CPU attention gives rows of no request zeros, which
+    nobody else promises; not with adapters, whose rows are all of one length."""
+    cpu = str(worker.device).startswith("cpu") and stand_ins_serve()
+    return cpu and worker.target_worker.model_runner.lora_manager is None
 
 
 def measure(

@@ -24,7 +24,7 @@ from sglang_dspark.engine.confidence_head import find_head, load_head
 from sglang_dspark.engine.draft_worker import DSparkDraftWorker
 from sglang_dspark.engine.graphs import prepare_depths, tier_of
 from sglang_dspark.engine.policy import Policy
-from sglang_dspark.engine.profile import profile
+from sglang_dspark.engine.profile import pads_eagerly, profile
 from sglang_dspark.engine.requests import has_adapters
 from sglang_dspark.engine.sampling import verified_alone
 from sglang_dspark.engine.scheduled import Scheduled
@@ -65,6 +65,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         """Stock, then the same for every depth, and the start-up profile: the last moment before requests come."""
         super().init_cuda_graphs()
         prepare_depths(self)
+        self._pads_eagerly = pads_eagerly(self)
         self.start_pricing(profile, find_head(self.options, self.server_args.speculative_draft_model_path, 1))
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -165,13 +166,17 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         elif even_rows:
             lens = sent
         total = len(lens) * width if even_rows else self._tokens(plan, lens, exact=bool(alone))
-        tier = tier_of(self.target_worker.model_runner, len(lens), total)
+        tier = tier_of(self.target_worker.model_runner, len(lens), total) or self._eager_tier(total)
         rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1, tier)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
         if even_rows and alone:
             end_chains(batch.spec_info, lens, width)
         return lens, rows
+
+    def _eager_tier(self, total: int) -> int | None:
+        cost = self.scheduler.cost
+        return cost.tier(total) if cost is not None and self._pads_eagerly else None
 
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(shown, described)

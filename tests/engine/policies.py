@@ -5,11 +5,17 @@ from pathlib import Path
 
 import torch
 
+from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.policy import Policy
+
+# Pads every verify but those of 1, 7, 12, ... tokens, also where all rows are full; and none, whatever was profiled.
+PADDED = CostModel(CostTable((1, 400), (0.1, 0.2), tiers=(1, 7, *range(12, 400, 5))))
+UNPADDED = CostModel(CostTable((1, 400), (0.1, 0.2)))
 
 
 class Switch(Policy):
-    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, budgets, depths, rests.
+    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, budgets, depths, rests,
+    pads.
 
     It is read anew each step.
     """
@@ -20,6 +26,7 @@ class Switch(Policy):
         self.random = torch.Generator().manual_seed(0)
         self.depth = -1
         self.budget = 0
+        self.own = None
 
     def _says(self):
         return self.file.read_text().strip()
@@ -30,6 +37,8 @@ class Switch(Policy):
         return self.depth
 
     def plan(self, batch, first_shown):
+        self.own = self.own or self.scheduler.cost
+        self.scheduler.cost = {"own": self.own, "pads": PADDED}.get(self._says(), UNPADDED)
         plan = super().plan(batch, first_shown)
         if self._says() == "own":
             return plan
@@ -41,7 +50,8 @@ class Switch(Policy):
             return self.scheduler.verify_all(len(batch.slots), gamma)._replace(budget=self.budget)
         if says == "rests":  # at depth 0 the draft may rest, and what it then drafts comes from stubs
             self.scheduler.warm = bool(torch.randint(2, (), generator=self.random))
-        return self.scheduler.verify_all(len(batch.slots), self._next_depth() if says in ("depths", "rests") else gamma)
+        depth = self._next_depth() if says in ("depths", "rests", "pads") else gamma
+        return self.scheduler.verify_all(len(batch.slots), depth)
 
     def allocate(self, plan, confidence, draft):
         says = self._says()

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.launch import Server
 from tests.engine.conftest import base, greedy
 
-POLICIES = ("none", "all", "random", "depths", "rests", "own")
+POLICIES = ("none", "all", "random", "depths", "pads", "rests", "own")
 
 
 def check(switch, expected, prompts):

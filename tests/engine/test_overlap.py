@@ -9,7 +9,7 @@ import requests
 from tests.engine.conftest import NEW_TOKENS, free, greedy, switched
 
 OVERLAP = {"DSPARK_CPU_OVERLAP": "1", "TRITON_INTERPRET": "1"}
-POLICIES = ("none", "all", "random", "budgets", "depths", "rests", "own")
+POLICIES = ("none", "all", "random", "budgets", "depths", "pads", "rests", "own")
 
 
 def start(pairs, folder, *args, **env):

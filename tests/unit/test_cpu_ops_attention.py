@@ -150,6 +150,13 @@ def test_long_prompt_is_cut_into_blocks_and_still_exact():
     assert_same(run_extend(case, causal=False, window=33), reference(case, causal=False, window=33))
 
 
+def test_rows_that_belong_to_no_request_get_zeros():
+    case = make_case([9, 12], [3, 2])
+    padded = case._replace(q=torch.cat([case.q, torch.full_like(case.q[:4], float("nan"))]))
+    out = run_extend(padded)
+    assert torch.equal(out[:5], run_extend(case)) and not out[5:].any()
+
+
 def test_verify_rows_equal_decode_steps_of_the_same_positions():
     """What makes speculative output equal plain output: a verified position computes what its decode step would."""
     verify = make_case([30, 52, 17], [4, 1, 3])

@@ -21,7 +21,7 @@ def install() -> bool:
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return False
-    if any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
+    if stand_ins_serve():
         return True
     if "sgl_kernel" in sys.modules or importlib.util.find_spec("sgl_kernel") is not None:
         return False
@@ -33,6 +33,11 @@ def install() -> bool:
     torchvision_schemas.define_if_missing()
     malloc.keep_tensors_on_heap()
     return True
+
+
+def stand_ins_serve() -> bool:
+    """Whether `import sgl_kernel` gives the stand-ins in this process."""
+    return any(isinstance(finder, StandInFinder) for finder in sys.meta_path)
 
 
 def autoload() -> None:

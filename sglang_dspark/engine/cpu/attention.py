@@ -143,9 +143,10 @@ def extend_attention_cpu(
     only where they have other heads than the buffers, which is how multi-head latent attention passes uncompressed
     keys: then the new tokens attend to one another alone. tree_mask: bool, flat [R * n * n], as QLEN_ONLY of `tree`;
     requests then have n tokens each. Lengths may differ between requests otherwise; that is what a ragged verify pass
-    needs.
+    needs. Rows past them all are padding, and get zeros: what they leave in the KV pool's padding slot must be finite.
     """
     k_source, v_source = k_buffer, v_buffer
+    o_extend[int(extend_seq_lens.sum()) :] = 0.0
     if k_extend is not None and v_extend is not None and k_extend.shape[1] != k_buffer.shape[1]:
         k_source, v_source = k_extend, v_extend
     own_keys = k_source is not k_buffer
