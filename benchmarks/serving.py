@@ -87,7 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=8, help="requests at each load, or one a user if more")
+    parser.add_argument("--requests", type=int, default=8, help="requests at each load, or --each a user if more")
+    parser.add_argument("--each", type=int, default=2, help="requests a user at least, one after the other")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -149,7 +150,7 @@ def load(server: Server, ids: list[list[int]], users: int, args: argparse.Namesp
     """``users`` clients that take the next prompt as soon as their last one is answered."""
     server.flush()
     before = server.info().get("dspark")
-    chosen = [ids[i % len(ids)] for i in range(max(users, args.requests))]
+    chosen = [ids[i % len(ids)] for i in range(max(users * args.each, args.requests))]
     start = time.perf_counter()
     with ThreadPoolExecutor(users) as pool:
         replies = list(pool.map(lambda prompt: stream(server, prompt, args), chosen))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.cost.isotonic import isotonic_median, lower_median
-from sglang_dspark.cost.padding import WINDOW, counts_to_pad_to
+from sglang_dspark.cost.padding import WINDOW, Padding, find_padding
 from sglang_dspark.cost.robust import fit_terms
 from sglang_dspark.cost.table import CostTable
 
@@ -33,14 +33,16 @@ def fit_table(
 
     Repeats of a point count as their median. With tiers a forward counts as the tier it was padded to. The target's
     per-request and context terms are read off points of equal token count where there are such, so a curved token cost
-    does not leak into them; the curve is then the isotonic median of what remains. padding: the table's tiers are those
-    counts that no larger one undercuts, where the samples show some that are; the others count for nothing then.
+    does not leak into them; the curve is then the isotonic median of what remains. padding: where the samples show that
+    some counts gain by it, tiers are found in them; a tier then costs what its own samples say.
     Raises ValueError without a usable verify sample.
     """
     points = _medians(samples, tiers or ())
     if not len(points["verify"]):
         raise ValueError("A cost table needs at least one verify sample with a time above 0; profile the target first.")
-    if padding and (tiers := _tiers_seen(points["verify"])):
+    found = _padding_seen(points["verify"]) if padding else None
+    if found is not None:
+        tiers = found.tiers
         points["verify"] = points["verify"][np.isin(points["verify"][:, 1], tiers)]
     tokens, seconds, per_request, per_kv = _fit_verify(points["verify"])
     draft = np.zeros(3)
@@ -65,6 +67,7 @@ def fit_table(
         extend_per_token=float(extend[2]),
         free_depth=free_depth,
         tiers=tiers,
+        padded=None if found is None else found.padded,
     )
 
 
@@ -87,13 +90,13 @@ def _medians(samples: Iterable[Sample], tiers: tuple[int, ...]) -> dict[Kind, ND
     }
 
 
-def _tiers_seen(points: NDArray[np.float64]) -> tuple[int, ...] | None:
-    """Counts to pad to, from the verify points of the shortest contexts of 1, 2, 3, ... tokens."""
+def _padding_seen(points: NDArray[np.float64]) -> Padding | None:
+    """From the verify points of 1, 2, 3, ... tokens, of several the one with the shortest context."""
     times: dict[int, float] = {}
     for _, tokens, _, seconds in sorted(points.tolist(), key=lambda point: -point[2]):
         times[int(tokens)] = seconds
     row = list(takewhile(lambda seconds: seconds > 0, (times.get(count, 0.0) for count in range(1, WINDOW + 1))))
-    return counts_to_pad_to(row, max(times))
+    return find_padding(row, max(times))
 
 
 def _fit_verify(

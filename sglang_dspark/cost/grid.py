@@ -36,7 +36,7 @@ def profile_grid(
     The corners come first (one request and all, nothing and everything drafted), then what tells requests from tokens,
     the draft, the contexts, and the counts between by halving. With tiers (CUDA graphs) every tier is a token count to
     measure; without, the counts double. padding: the first WINDOW counts are measured one by one, for
-    counts_to_pad_to. contexts: per-request context lengths, shortest first; a point that does not
+    find_padding, and more of those beyond. contexts: per-request context lengths, shortest first; a point that does not
     fit into max_kv_tokens takes a shorter one.
     """
     if max_requests < 1 or max_depth < 1 or not contexts:
@@ -68,13 +68,18 @@ def profile_grid(
             requests = _extremes(tokens, max_requests, max_depth)[0]
             points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
     for context in (long, *contexts[1:-1]):
-        for requests in sizes[:3]:
+        for requests in sizes[:2]:
             # Of the largest batch nothing but anchors: with all drafts it may take as long as ten other points.
             depth = 0 if requests == max_requests > 1 else max_depth
             points.append(point("verify", requests, depth, requests * (depth + 1), context))
-    for tokens in _outside_in([min(t, most) for t in tiers] if tiers else _doubling(most)):
-        for requests in _extremes(tokens, max_requests, max_depth):
-            points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
+    counts = _outside_in([min(t, most) for t in tiers] if tiers else _doubling(most))
+    between = [count for count in _quarters(most) if count > WINDOW] if padding else []
+    for tokens in (*counts, *between):
+        requests = _extremes(tokens, max_requests, max_depth)[0]
+        points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
+    for tokens in counts:
+        requests = _extremes(tokens, max_requests, max_depth)[-1]
+        points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
     for requests in sizes[2:]:
         points.append(point("verify", requests, max_depth, requests * (max_depth + 1), short))
     return list(dict.fromkeys(points))
@@ -87,6 +92,12 @@ def _doubling(limit: int) -> Iterator[int]:
         yield value
         value *= 2
     yield limit
+
+
+def _quarters(limit: int) -> Iterator[int]:
+    """A quarter, a half and three quarters between each of 4, 8, 16, ... and its double, up to the limit."""
+    for value in _doubling(limit):
+        yield from (value + part * value // 4 for part in (1, 2, 3) if value >= 4 and value + part * value // 4 < limit)
 
 
 def _outside_in(values: Iterable[int]) -> list[int]:

@@ -25,9 +25,10 @@ class CostTable:
     extend_per_request: float = 0.0
     extend_per_token: float = 0.0  # per token of its R * (depth + 1) rows
     free_depth: int = 1  # depths that need no draft forward: an EAGLE chain's first position comes from the extend
-    # Token counts that a verify is padded to: those of graphs where there are some, else those that no larger count
-    # undercuts. None: it is not padded, and costs between two measured counts are interpolated.
+    # Token counts at which a stair ends, those of graphs where there are some: a count costs what the tier above it
+    # costs. None: costs between two measured counts are interpolated.
     tiers: tuple[int, ...] | None = None
+    padded: tuple[int, ...] | None = None  # counts that are padded to the tier above without a graph; None: none is
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -41,6 +42,8 @@ class CostTable:
             raise ValueError(f"The times of a cost table must be positive and never fall, got {list(self.seconds)}.")
         if self.tiers is not None and (not self.tiers or any(a >= b for a, b in pairwise((0, *self.tiers)))):
             raise ValueError(f"The tiers of a cost table must rise from 1 or more, got {list(self.tiers)}.")
+        if self.padded is not None and any(a >= b for a, b in pairwise((0, *self.padded))):
+            raise ValueError(f"The padded counts of a cost table must rise from 1 or more, got {list(self.padded)}.")
         for name in TERMS:
             if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} of a cost table must be 0 seconds or more, got {getattr(self, name)}.")
@@ -50,7 +53,7 @@ class CostTable:
     def with_draft_terms_of(self, other: CostTable) -> CostTable:
         """This target's costs, and of `other` those of the draft model's forwards and the tiers of its graphs."""
         draft = {name: getattr(other, name) for name in TERMS if name.startswith(("draft_", "extend_"))}
-        return replace(self, tiers=other.tiers, free_depth=other.free_depth, **draft)
+        return replace(self, tiers=other.tiers, padded=other.padded, free_depth=other.free_depth, **draft)
 
     def summary(self) -> dict[str, object]:
         """The terms in milliseconds, rounded, as plain JSON types: what a person reads."""

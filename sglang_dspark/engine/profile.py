@@ -30,8 +30,8 @@ from sglang_dspark.engine.verify import ragged_rows, target_input
 logger = logging.getLogger(__name__)
 
 # What disturbs a forward makes it longer, and the fit takes the lower one of two; a third repeat would keep other
-# points from being measured within the limit, which costs more.
-REPEATS = 2
+# points from being measured within the limit, which costs more. One that takes LONG seconds is no better for a second.
+REPEATS, LONG = 2, 0.5
 CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cost start-up time and add little
 # Beyond this many requests the points measured already give the slope; those of a large server's full table would eat
 # the time limit for rows that are rarely in use together.
@@ -72,7 +72,7 @@ def measure(
     worker: Any, grid: list[Point], runs: Mapping[str, Callable[[Any, Point], Callable[[], None]]], start: float,
     limit: float,
 ) -> list[Sample]:  # fmt: skip
-    """Time the grid's points, REPEATS times each, until ``limit`` seconds after ``start``.
+    """Time the grid's points, REPEATS times each unless one takes LONG seconds, until ``limit`` after ``start``.
 
     runs: for each kind of point, what makes the forward to be timed.
     """
@@ -86,8 +86,9 @@ def measure(
             if point.kind not in warmed:  # first calls allocate and pick kernels
                 warmed.add(point.kind)
                 run()
-            for _ in range(REPEATS):
-                if _over(worker, start, limit):
+            for done in range(REPEATS):
+                long = done > 0 and samples[-1].seconds > LONG
+                if worker.agreement.first_says(long) or _over(worker, start, limit):
                     break
                 before = time.perf_counter()
                 run()

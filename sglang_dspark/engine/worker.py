@@ -176,7 +176,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
 
     def _eager_tier(self, total: int) -> int | None:
         cost = self.scheduler.cost
-        return cost.tier(total) if cost is not None and self._pads_eagerly else None
+        return cost.padded(total) if cost is not None and self._pads_eagerly else None
 
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(shown, described)

@@ -9,7 +9,10 @@ from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.engine.policy import Policy
 
 # Pads every verify but those of 1, 7, 12, ... tokens, also where all rows are full; and none, whatever was profiled.
-PADDED = CostModel(CostTable((1, 400), (0.1, 0.2), tiers=(1, 7, *range(12, 400, 5))))
+_TIERS = (1, 7, *range(12, 400, 5))
+PADDED = CostModel(
+    CostTable((1, 400), (0.1, 0.2), tiers=_TIERS, padded=tuple(n for n in range(1, 397) if n not in _TIERS))
+)
 UNPADDED = CostModel(CostTable((1, 400), (0.1, 0.2)))
 
 

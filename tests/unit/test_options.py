@@ -98,7 +98,7 @@ def test_a_folder_that_may_not_be_read_is_refused(monkeypatch, name):
 
 KEYS = (
     "format", "key", "table", "tokens", "seconds", "tiers", "temperatures", "source", "samples", "ece_before", "gamma",
-    "greedy", "features", "rules", "limit", "sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens",
+    "padded", "greedy", "features", "rules", "limit", "sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens",
 )  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

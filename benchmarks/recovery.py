@@ -1,0 +1,89 @@
+"""What DSPARK costs while next to nothing of its drafts is accepted, and how soon it is back when acceptance returns.
+
+    python -m benchmarks.recovery --prompts FOLDER
+
+A plain server and a DSPARK one serve the same windows of requests in turn: first greedy ones, then ones at a
+temperature at which hardly any draft survives, then greedy ones again. The first window of a phase is the guard's to
+notice; the others are what counts. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from contextlib import ExitStack
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.prompts import choose, tokenise
+from benchmarks.serving import build_parser as serving_parser
+from benchmarks.serving import kinds_of, load, mixed, start
+from sglang_dspark.train.data import read_prompts
+
+KINDS = ("plain", "dspark")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = serving_parser()
+    parser.description = __doc__.splitlines()[0]
+    parser.set_defaults(users=[4], requests=16, temperature=3.0)
+    parser.add_argument("--windows", type=int, default=4, help="windows of requests in a phase (default %(default)s)")
+    return parser
+
+
+def main() -> None:
+    """Run the phases."""
+    args = build_parser().parse_args()
+    console = Console(stderr=True)
+    users, hot = args.users[0], args.temperature
+    found = choose(read_prompts(args.prompts), args.left_out, args.requests)
+    ids, _ = tokenise([prompt.text for prompt in found], args.target)
+    ids = mixed([prompt.domain for prompt in found], ids)
+    phases: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        kinds = kinds_of(args.draft)
+        servers = {name: stack.enter_context(start(kinds[name], args)) for name in KINDS}
+        for name, temperature in (("warm-up", 0.0), ("greedy", 0.0), ("hot", hot), ("greedy again", 0.0)):
+            args.temperature = temperature
+            windows = []
+            for number in range(1 if name == "warm-up" else args.windows):
+                with console.status(f"{name}, window {number + 1}"):
+                    windows.append({kind: load(server, ids, users, args) for kind, server in servers.items()})
+            if name != "warm-up":
+                phases.append(summary(name, temperature, windows))
+    show(console, phases)
+    print(json.dumps({"users": users, "phases": phases}))
+
+
+def summary(name: str, temperature: float, windows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A phase's rates; the ratio is the median over all windows but the first."""
+    rates = {kind: [round(window[kind].tokens_per_second, 2) for window in windows] for kind in KINDS}
+    ratios = [mine / plain for plain, mine in zip(*(rates[kind] for kind in KINDS), strict=True)]
+    return {
+        "phase": name,
+        "temperature": temperature,
+        "tokens_per_second": rates,
+        "first_window": round(ratios[0], 3),
+        "dspark_to_plain": round(statistics.median(ratios[1:] or ratios), 3),
+        "accepted_length": [round(window["dspark"].accepted_length or 1.0, 3) for window in windows],
+        "depths": [window["dspark"].dspark["depths"] for window in windows],
+    }
+
+
+def show(console: Console, phases: list[dict[str, Any]]) -> None:
+    """A line a phase."""
+    table = Table(title="DSPARK / plain")
+    for column in ("phase", "temperature", "first window", "later windows", "accepted length"):
+        table.add_column(column, justify="right")
+    for phase in phases:
+        lengths = " ".join(f"{length:.2f}" for length in phase["accepted_length"])
+        figures = (phase["temperature"], phase["first_window"], phase["dspark_to_plain"])
+        table.add_row(phase["phase"], *map(str, figures), lengths)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
