@@ -36,6 +36,8 @@ from sglang_dspark.schedule import Plan
 class DSparkWorker(Scheduled, EAGLEWorkerV2):
     """EAGLEWorkerV2 that verifies, for each request, the draft tokens that are worth their cost."""
 
+    _pads_eagerly = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # EAGLEWorkerV2 names its draft worker's class itself. Ours adds methods and buffers made later, nothing that
@@ -175,6 +177,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         return lens, rows
 
     def _eager_tier(self, total: int) -> int | None:
+        """What a verify of ``total`` tokens that runs without a graph is padded to, where that makes it faster."""
         cost = self.scheduler.cost
         return cost.padded(total) if cost is not None and self._pads_eagerly else None
 
