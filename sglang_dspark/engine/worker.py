@@ -178,8 +178,8 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
 
     def _eager_tier(self, total: int) -> int | None:
         """What a verify of ``total`` tokens that runs without a graph is padded to, where that makes it faster."""
-        cost = self.scheduler.cost
-        return cost.padded(total) if cost is not None and self._pads_eagerly else None
+        cost = self.scheduler.cost if self._pads_eagerly else None
+        return None if cost is None else cost.padded(total)
 
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(shown, described)
