@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from typing import Any
 import requests
 
 READY_SECONDS = 420  # 12 s on an idle machine; a busy two-core CI machine has taken minutes
+
+PORTS = range(20000, 30000)
 
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -51,6 +54,16 @@ CPU_FLAGS = [
 ]
 
 
+def free_port() -> int:
+    """A port that nothing listens on, below those that the system gives to outgoing connections: a server binds its port
+    half a minute after it was chosen, and one of those may be another client's by then."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"No port from {PORTS[0]} to {PORTS[-1]} is free; end some servers.")
+
+
 def _die_with_parent() -> None:
     """In the child: end when this process does, however it ends; a server left over would spoil every later timing."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
@@ -64,9 +77,7 @@ class Server:
     """
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, threads: int | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         command = [sys.executable, "-m", "sglang.launch_server", *CPU_FLAGS, "--port", str(self.port), *args]
