@@ -55,8 +55,10 @@ CPU_FLAGS = [
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below those that the system gives to outgoing connections: a server binds its port
-    half a minute after it was chosen, and one of those may be another client's by then."""
+    """A port that nothing listens on, below those that the system gives to outgoing connections.
+
+    A server binds its port half a minute after it was chosen, and one of those may be another client's by then.
+    """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
