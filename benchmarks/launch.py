@@ -30,7 +30,7 @@ CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Huge pages. Without them two servers started alike differ by 10% for as long as they live, by where their weights
+    # Huge pages. Without them servers started alike differ by 14% for as long as they live, by where their weights
     # happen to lie, and all are 8% slower.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "TORCHDYNAMO_DISABLE": "1",  # or the first EAGLE3 request compiles for 24 s

@@ -18,19 +18,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.prompts import choose, tokenise
-from benchmarks.serving import build_parser as serving_parser
-from benchmarks.serving import kinds_of, load, mixed, start
-from sglang_dspark.train.data import read_prompts
+from benchmarks.serving import common_parser, kinds_of, load, prompt_ids, start
 
 KINDS = ("plain", "dspark")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = serving_parser()
-    parser.description = __doc__.splitlines()[0]
-    parser.set_defaults(users=[4], requests=16, temperature=3.0)
-    parser.add_argument("--windows", type=int, default=4, help="windows of requests in a phase (default %(default)s)")
+    parser = common_parser(__doc__)
+    parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=8, help="requests in a window (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--hot", type=float, default=3.0, help="temperature of the phase without acceptance")
+    parser.add_argument("--windows", type=int, default=3, help="windows in a phase (default %(default)s)")
     return parser
 
 
@@ -38,24 +37,23 @@ def main() -> None:
     """Run the phases."""
     args = build_parser().parse_args()
     console = Console(stderr=True)
-    users, hot = args.users[0], args.temperature
-    found = choose(read_prompts(args.prompts), args.left_out, args.requests)
-    ids, _ = tokenise([prompt.text for prompt in found], args.target)
-    ids = mixed([prompt.domain for prompt in found], ids)
+    ids = prompt_ids(args, args.requests)
     phases: list[dict[str, Any]] = []
     with ExitStack() as stack:
         kinds = kinds_of(args.draft)
-        servers = {name: stack.enter_context(start(kinds[name], args)) for name in KINDS}
-        for name, temperature in (("warm-up", 0.0), ("greedy", 0.0), ("hot", hot), ("greedy again", 0.0)):
+        servers = {name: stack.enter_context(start(kinds[name], args, args.users)) for name in KINDS}
+        for name, temperature in (("warm-up", 0.0), ("greedy", 0.0), ("hot", args.hot), ("greedy again", 0.0)):
             args.temperature = temperature
             windows = []
             for number in range(1 if name == "warm-up" else args.windows):
                 with console.status(f"{name}, window {number + 1}"):
-                    windows.append({kind: load(server, ids, users, args) for kind, server in servers.items()})
+                    windows.append(
+                        {kind: load(server, ids, args.users, args.requests, args) for kind, server in servers.items()}
+                    )
             if name != "warm-up":
                 phases.append(summary(name, temperature, windows))
     show(console, phases)
-    print(json.dumps({"users": users, "phases": phases}))
+    print(json.dumps({"users": args.users, "phases": phases}))
 
 
 def summary(name: str, temperature: float, windows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -75,25 +75,26 @@ SOURCES = ("dspark_estimator", "dspark_blind")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        default=HERE / "prompts.jsonl",
-        help="folder or file",
-    )
-    parser.add_argument("--left-out", type=float, default=0.15, help="share left out of training; 1 takes all prompts")
-    parser.add_argument("--target", type=Path, default=TARGET)
-    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser = common_parser(__doc__)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8, help="requests at each load, or --each a user if more")
     parser.add_argument("--each", type=int, default=2, help="requests a user at least, one after the other")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
     parser.add_argument("--sources", action="store_true", help="also DSPARK without head, without confidence")
+    return parser
+
+
+def common_parser(doc: str) -> argparse.ArgumentParser:
+    """What every benchmark of servers is told: its prompts, its pair and its threads."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="folder or file")
+    parser.add_argument("--left-out", type=float, default=0.15, help="share left out of training; 1 takes all prompts")
+    parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
     return parser
 
 
@@ -101,9 +102,7 @@ def main() -> None:
     """Run all rounds."""
     args = build_parser().parse_args()
     console = Console(stderr=True)
-    found = choose(read_prompts(args.prompts), args.left_out, max(args.users))
-    ids, _ = tokenise([prompt.text for prompt in found], args.target)
-    ids = mixed([prompt.domain for prompt in found], ids)
+    ids = prompt_ids(args, max(args.users))
     kinds = {
         name: kind
         for name, kind in kinds_of(args.draft).items()
@@ -115,42 +114,44 @@ def main() -> None:
         for name, kind in kinds.items():
             with console.status(f"start: {name}"):
                 try:
-                    servers[name] = stack.enter_context(start(kind, args))
+                    servers[name] = stack.enter_context(start(kind, args, max(args.users)))
                 except RuntimeError as error:  # a kind that this machine's SGLang cannot start
                     console.print(f"{name} left out: {str(error).splitlines()[-1][:200]}", markup=False)
                     continue
-                load(servers[name], ids, min(8, max(args.users)), args)  # warm-up
+                load(servers[name], ids, min(8, max(args.users)), args.requests, args)  # warm-up
         turns = [(number, users) for number in range(args.rounds) for users in args.users]
         for number, users in track(turns, "loads", console=console):
             for name in sorted(servers, key=list(servers).index, reverse=number % 2 == 1):
-                runs[users, name].append(load(servers[name], ids, users, args))
+                count = max(users * args.each, args.requests)
+                runs[users, name].append(load(servers[name], ids, users, count, args))
     loads = [summary(users, list(servers), runs) for users in args.users]
     show(console, loads, list(servers))
     print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "sweep": sweep(loads), "loads": loads}))
 
 
-def mixed(domains: list[str], ids: list[list[int]]) -> list[list[int]]:
-    """The prompts that are short enough, domain by turn, so that every load meets the same mixture."""
+def prompt_ids(args: argparse.Namespace, limit: int) -> list[list[int]]:
+    """At most ``limit`` prompts of each domain, those short enough, domain by turn: every load meets one mixture."""
+    found = choose(read_prompts(args.prompts), args.left_out, limit)
+    ids, _ = tokenise([prompt.text for prompt in found], args.target)
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    for domain, prompt in zip(domains, ids, strict=True):
-        if len(prompt) <= LONGEST:
-            rows[domain].append(prompt)
+    for prompt, tokens in zip(found, ids, strict=True):
+        if len(tokens) <= LONGEST:
+            rows[prompt.domain].append(tokens)
     turns = itertools.zip_longest(*rows.values())
-    return [prompt for turn in turns for prompt in turn if prompt is not None]
+    return [tokens for turn in turns for tokens in turn if tokens is not None]
 
 
-def start(kind: Kind, args: argparse.Namespace) -> Server:
-    """A server of one kind, with room for the largest load."""
-    most = max(args.users)
+def start(kind: Kind, args: argparse.Namespace, most: int) -> Server:
+    """A server of one kind, with room for ``most`` users."""
     pool = ("--max-total-tokens", str(most * 1024), "--max-running-requests", str(most))
     return Server("--model-path", str(args.target), *pool, *kind.flags, env=kind.env, threads=args.threads)
 
 
-def load(server: Server, ids: list[list[int]], users: int, args: argparse.Namespace) -> Run:
-    """``users`` clients that take the next prompt as soon as their last one is answered."""
+def load(server: Server, ids: list[list[int]], users: int, count: int, args: argparse.Namespace) -> Run:
+    """``count`` requests of ``users`` clients, which take the next prompt as soon as their last one is answered."""
     server.flush()
     before = server.info().get("dspark")
-    chosen = [ids[i % len(ids)] for i in range(max(users * args.each, args.requests))]
+    chosen = [ids[i % len(ids)] for i in range(count)]
     start = time.perf_counter()
     with ThreadPoolExecutor(users) as pool:
         replies = list(pool.map(lambda prompt: stream(server, prompt, args), chosen))

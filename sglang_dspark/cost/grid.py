@@ -73,8 +73,7 @@ def profile_grid(
             depth = 0 if requests == max_requests > 1 else max_depth
             points.append(point("verify", requests, depth, requests * (depth + 1), context))
     counts = _outside_in([min(t, most) for t in tiers] if tiers else _doubling(most))
-    between = [count for count in _quarters(most) if count > WINDOW] if padding else []
-    for tokens in (*counts, *between):
+    for tokens in (*counts, *(_quarters(most) if padding else ())):
         requests = _extremes(tokens, max_requests, max_depth)[0]
         points.append(point("verify", requests, -(-tokens // requests) - 1, tokens, short))
     for tokens in counts:
@@ -95,9 +94,10 @@ def _doubling(limit: int) -> Iterator[int]:
 
 
 def _quarters(limit: int) -> Iterator[int]:
-    """A quarter, a half and three quarters between each of 4, 8, 16, ... and its double, up to the limit."""
+    """A quarter, a half and three quarters of the way from WINDOW, and from each of its doubles, to the next double."""
     for value in _doubling(limit):
-        yield from (value + part * value // 4 for part in (1, 2, 3) if value >= 4 and value + part * value // 4 < limit)
+        if value >= WINDOW:
+            yield from (count for part in (1, 2, 3) if (count := value + part * value // 4) < limit)
 
 
 def _outside_in(values: Iterable[int]) -> list[int]:

@@ -66,7 +66,7 @@ class CostModel:
         self.correction = OnlineCorrection()
         self._depths = np.arange(max_depth + 1)
         self._tiers = np.array(table.tiers or (), np.int64)
-        self._tier_list, self._padded = table.tiers or (), frozenset(table.padded or ())
+        self._padded = frozenset(table.padded or ())
         self._curve = np.zeros(0)
         self._built = self.correction.state
 
@@ -94,10 +94,7 @@ class CostModel:
 
     def padded(self, tokens: int) -> int | None:
         """What a forward of so many tokens outside of graphs is padded to; None where it is not."""
-        if tokens not in self._padded:
-            return None
-        at = bisect_left(self._tier_list, tokens)
-        return self._tier_list[at] if at < len(self._tier_list) else None
+        return int(at_tier(self.table, np.asarray(tokens))) if tokens in self._padded else None
 
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
         """Learns from a step: tokens of its target forward (prefill too), seconds planned and real."""

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_dspark.cost.table import CostTable
 from sglang_dspark.files import written_whole
 
-FORMAT = "sglang-dspark-cost/1"
+FORMAT = "sglang-dspark-cost/2"
 
 
 @dataclass(frozen=True)

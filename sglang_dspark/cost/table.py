@@ -51,7 +51,7 @@ class CostTable:
             raise ValueError(f"free_depth of a cost table must be 0 or more, got {self.free_depth}.")
 
     def with_draft_terms_of(self, other: CostTable) -> CostTable:
-        """This target's costs, and of `other` those of the draft model's forwards and the tiers of its graphs."""
+        """This target's costs, and of `other` those of the draft model's forwards and its tiers."""
         draft = {name: getattr(other, name) for name in TERMS if name.startswith(("draft_", "extend_"))}
         return replace(self, tiers=other.tiers, padded=other.padded, free_depth=other.free_depth, **draft)
 

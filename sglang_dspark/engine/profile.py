@@ -47,7 +47,7 @@ def profile(worker: Any, limit: float) -> tuple[CostTable | None, dict[str, Any]
     gamma = worker.gamma
     runner = worker.target_worker.model_runner
     tiers = tiers_of(runner)  # in graphs a verify is padded to one of these
-    padding = pads_eagerly(worker)
+    padding = tiers is None and pads_eagerly(worker)
     grid = profile_grid(
         max_requests=min(worker.req_to_token_pool.size, MOST_REQUESTS),
         max_depth=gamma,
@@ -80,15 +80,15 @@ def measure(
     warmed: set[str] = set()
     with torch.no_grad():
         for point in grid:
-            if _over(worker, start, limit):
+            if _first_ends(worker, time.perf_counter() - start > limit):
                 break
             run = runs[point.kind](worker, point)
             if point.kind not in warmed:  # first calls allocate and pick kernels
                 warmed.add(point.kind)
                 run()
             for done in range(REPEATS):
-                long = done > 0 and samples[-1].seconds > LONG
-                if worker.agreement.first_says(long) or _over(worker, start, limit):
+                enough = done > 0 and samples[-1].seconds > LONG
+                if _first_ends(worker, enough or time.perf_counter() - start > limit):
                     break
                 before = time.perf_counter()
                 run()
@@ -115,9 +115,9 @@ def conclude(
     return table, report
 
 
-def _over(worker: Any, start: float, limit: float) -> bool:
-    """Whether the time is up by the first rank's clock: ranks that stop at different forwards would wait forever."""
-    return bool(worker.agreement.first_says(time.perf_counter() - start > limit))
+def _first_ends(worker: Any, ends: bool) -> bool:
+    """Whether the first rank ends here: ranks that stop at different forwards would wait forever."""
+    return bool(worker.agreement.first_says(ends))
 
 
 def _log(report: dict[str, Any]) -> None:

@@ -17,10 +17,9 @@ UNPADDED = CostModel(CostTable((1, 400), (0.1, 0.2)))
 
 
 class Switch(Policy):
-    """Does what the file named by TEST_POLICY_FILE says: own, none, all, random, budgets, depths, rests,
-    pads.
+    """Does what the file named by TEST_POLICY_FILE says, which is read anew each step.
 
-    It is read anew each step.
+    own, none, all, random, budgets, depths, pads, rests.
     """
 
     def __init__(self, scheduler):

@@ -1,14 +1,13 @@
 """What cannot work is refused before weights load, in one sentence that names flag, value and remedy."""
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import suppress
 
 import pytest
 
-from benchmarks.launch import CPU_FLAGS
+from benchmarks.launch import CPU_FLAGS, free_port
 from tests.engine.conftest import dspark, refusal
 
 REFUSED = {
@@ -105,9 +104,7 @@ def test_a_refusal_on_the_command_line_is_one_sentence_and_no_traceback(pairs):
 def test_a_tensor_parallel_rank_with_another_setting_is_refused_at_start(pairs, monkeypatch):
     """Two nodes of one rank each, as only there the environments can differ."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     nodes = [
         dspark(
             pairs.target, pairs.eagle3, "--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank),

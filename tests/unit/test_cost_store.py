@@ -60,19 +60,19 @@ def test_a_table_measured_on_something_else_is_refused_with_what_differs(tmp_pat
         "[]",
         "{}",
         '{"format": "other/1"}',
-        json.dumps({"format": "sglang-dspark-cost/1"}),
-        json.dumps({"format": "sglang-dspark-cost/1", "key": dataclasses.asdict(KEY)}),
-        json.dumps({"format": "sglang-dspark-cost/1", "key": dataclasses.asdict(KEY), "table": {"tokens": [1]}}),
+        json.dumps({"format": "sglang-dspark-cost/2"}),
+        json.dumps({"format": "sglang-dspark-cost/2", "key": dataclasses.asdict(KEY)}),
+        json.dumps({"format": "sglang-dspark-cost/2", "key": dataclasses.asdict(KEY), "table": {"tokens": [1]}}),
         json.dumps(
             {
-                "format": "sglang-dspark-cost/1",
+                "format": "sglang-dspark-cost/2",
                 "key": dataclasses.asdict(KEY),
                 "table": {**dataclasses.asdict(TABLE), "seconds": ["a", "b"]},
             }
         ),
         json.dumps(
             {
-                "format": "sglang-dspark-cost/1",
+                "format": "sglang-dspark-cost/2",
                 "key": dataclasses.asdict(KEY),
                 "table": {**dataclasses.asdict(TABLE), "seconds": [0.02, 0.01]},
             }

@@ -105,7 +105,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(KEYS), inner),
     max_leaves=12,
 )
-FORMATS = ("sglang-dspark-cost/1", "sglang-dspark-calibration/1", "sglang-dspark-trace/1")
+FORMATS = ("sglang-dspark-cost/2", "sglang-dspark-calibration/1", "sglang-dspark-trace/1")
 CONTENTS = st.one_of(
     st.binary(max_size=200),
     JSON.map(lambda value: json.dumps(value).encode() + b"\n"),
