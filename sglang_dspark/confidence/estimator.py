@@ -94,7 +94,7 @@ class Estimator:
         Reads nothing back and waits for nothing; NaN stays NaN, which the allocation counts as 0.
         """
         arrays = self.recent(rows), rows.rule, self._parameters
-        recent, rule, parameters = (_to_device(array, shown.device) for array in arrays)
+        recent, rule, parameters = (to_device(array, shown.device) for array in arrays)
         evidence = self.source.evidence(shown, recent, rule)
         parameters = parameters[rule, : shown.shape[1]]
         return torch.linalg.vecdot(evidence, parameters).sigmoid()
@@ -130,7 +130,7 @@ class Estimator:
         return 1.0 / (1.0 + np.exp(-(x[:, :-1] * self._start[rule, position, :-1]).sum(axis=-1)))
 
 
-def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """In the order of the device's stream; from pinned memory, as a copy from any other would wait for the stream."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -33,7 +33,13 @@ class RequestTable:
         if kv_tokens is None:
             kv_tokens = int(batch.seq_lens_cpu.sum()) if batch.seq_lens_cpu is not None else 0
         mine = self._generation[slots], self._rule[slots], self._clean[slots]
-        return StepBatch(slots, *mine, kv_tokens, batch.forward_iter or 0)
+        left = np.fromiter((tokens_left(req) for req in batch.reqs), np.int64, len(slots))
+        return StepBatch(slots, *mine, kv_tokens, batch.forward_iter or 0, left)
+
+
+def tokens_left(req: Any) -> int:
+    """How many tokens the request may still give: SGLang has brought the limit within its context and pool."""
+    return req.sampling_params.max_new_tokens - len(req.output_ids)
 
 
 def is_clean(req: Any) -> bool:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_dspark.confidence import Estimator, PositionPrior, Rows
+from sglang_dspark.confidence.estimator import to_device
 from sglang_dspark.cost import CostModel
 from sglang_dspark.engine.relay import HostCopy
 from sglang_dspark.kernels.allocate import allocate
@@ -43,6 +44,8 @@ class StepBatch(NamedTuple):
     """Context of all requests together, tokens."""
     iteration: int = 0
     """SGLang's count of batches, prefill included."""
+    left: NDArray[np.int64] | None = None
+    """[R] tokens that each may still give, as far as its outcomes are known; None: no limit is known."""
 
     @property
     def rows(self) -> Rows:
@@ -111,6 +114,16 @@ def spread(plan: Plan, requests: int, device: torch.device) -> Tensor:
     return lens
 
 
+def past_end(batch: StepBatch, depth: int) -> NDArray[np.bool_] | None:
+    """[R, depth] the draft positions that no request can give any more; None where there are none.
+
+    With one token left to give a request needs no draft, as the target's own token ends it.
+    """
+    if batch.left is None or not depth or batch.left.min(initial=depth + 1) > depth:
+        return None
+    return np.arange(2, depth + 2) > batch.left[:, None]
+
+
 class StepScheduler:
     """Owns history, priors, estimator and cost of one server, and its counters.
 
@@ -159,6 +172,9 @@ class StepScheduler:
             confidence, _ = self.history.lookup(self._step, batch.slots, batch.generations, prior)
             if first_shown is not None:
                 confidence[:, 0] = self.estimator.evaluate(first_shown[:, None], batch.rows)[:, 0].cpu().numpy()
+        past = past_end(batch, self.gamma)
+        if past is not None:
+            confidence[past] = 0.0
         resting_time = self.cost.bind(requests, batch.kv_tokens)
         step_time = self.cost.bind(requests, batch.kv_tokens, warm=True) if self.extends else resting_time
         seconds = float(resting_time(0, np.array([requests]))[0])
@@ -203,6 +219,15 @@ class StepScheduler:
         if shown.shape[1]:
             confidence[:, : shown.shape[1]] = self.estimator.evaluate(shown, batch.rows)
         return confidence
+
+    def usable(self, confidence: Tensor, plan: Plan, batch: StepBatch) -> Tensor:
+        """The confidence [R, gamma] to allocate by: 0 for positions past the end of a request that is about to end."""
+        past = past_end(batch, plan.depth)
+        if past is None:
+            return confidence
+        usable = confidence.clone()
+        usable[:, : plan.depth].masked_fill_(to_device(past, confidence.device), 0.0)
+        return usable
 
     def allocate(self, plan: Plan, confidence: Tensor) -> Tensor:
         """Split the plan's budget by the newest confidence: verify_lens [R] int32, on the device of ``confidence``.

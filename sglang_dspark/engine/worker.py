@@ -184,7 +184,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
         confidence = self.scheduler.confidence(shown, described)
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
-        return confidence, self.policy.allocate(plan, confidence, draft)
+        return confidence, self.policy.allocate(plan, self.scheduler.usable(confidence, plan, described), draft)
 
     def _tokens(self, plan: Plan, lens: Tensor, exact: bool) -> int:
         """sum(lens), without a look at the device wherever the scheduler's own allocation made them, and nothing else

@@ -35,8 +35,15 @@ class Request:
         self.kv = SimpleNamespace(req_pool_idx=slot)
         self.grammar = self.custom_logit_processor = self.lora_id = None
         self.is_retracted = False
+        self.output_ids = [1]
         self.sampling_params = SimpleNamespace(
-            top_k=1, logit_bias=None, frequency_penalty=0, presence_penalty=0, repetition_penalty=1.0, min_new_tokens=0
+            top_k=1,
+            logit_bias=None,
+            frequency_penalty=0,
+            presence_penalty=0,
+            repetition_penalty=1.0,
+            min_new_tokens=0,
+            max_new_tokens=1 + slot,  # so that some are about to end, and what they cannot give is masked
         )
 
     def finished(self):

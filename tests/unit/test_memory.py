@@ -73,13 +73,21 @@ def test_a_table_of_requests_through_many_generations():
     slots = 1024
     requests = [
         [
-            SimpleNamespaceWithWeakref(kv=SimpleNamespace(req_pool_idx=slot), grammar=None, custom_logit_processor=None)
+            SimpleNamespaceWithWeakref(
+                kv=SimpleNamespace(req_pool_idx=slot), grammar=None, custom_logit_processor=None, output_ids=[]
+            )
             for slot in range(slots)
         ]
         for _ in range(3)
     ]
     params = SimpleNamespace(
-        logit_bias=None, frequency_penalty=0, presence_penalty=0, repetition_penalty=1.0, min_new_tokens=0, top_k=1
+        logit_bias=None,
+        frequency_penalty=0,
+        presence_penalty=0,
+        repetition_penalty=1.0,
+        min_new_tokens=0,
+        max_new_tokens=16,
+        top_k=1,
     )
     for request in (request for generation in requests for request in generation):
         request.sampling_params = params

@@ -149,3 +149,26 @@ def test_a_failed_allocation_spends_as_much_as_the_plan_said(depth, budget):
     plan = planned(depth, budget)
     lens = spread(plan, 5, torch.device("cpu"))
     assert int(lens.sum()) == tokens_sent(plan, 5) and lens.min() >= 1 and lens.max() <= depth + 1
+
+
+@pytest.mark.parametrize("left", (-1, 0, 1, 2, 3, GAMMA, GAMMA + 1, 1000))
+def test_nothing_is_drafted_that_no_request_can_give_any_more(left):
+    it = scheduler()
+    for _ in range(50):
+        step(it, 0.95, lambda n: n)
+    plan = it.plan(batch()._replace(left=np.full(3, left)), shown_at(0.95, 3))
+    assert plan.depth == max(0, min(left - 1, GAMMA))
+
+
+def test_the_budget_goes_to_requests_that_can_use_it():
+    it = scheduler()
+    confidence = torch.full((3, GAMMA), 0.5)
+    confidence[0] = 0.9
+    ending = batch()._replace(left=np.array([2, 1, 1000]))
+    for depth, budget, lens in ((GAMMA, 3, [2, 1, 3]), (GAMMA, 5, [2, 1, 5]), (2, 3, [2, 1, 3]), (0, 0, [1, 1, 1])):
+        plan = planned(depth, budget)
+        assert it.allocate(plan, it.usable(confidence, plan, ending)).tolist() == lens
+    whole = planned(GAMMA, 3 * GAMMA)  # what was planned is spent all the same, and the target is given what it expects
+    assert it.allocate(whole, it.usable(confidence, whole, ending)).tolist() == [1 + GAMMA] * 3
+    assert (confidence[0] == 0.9).all()  # as the step goes by it, and as it is remembered
+    assert it.usable(confidence, plan, batch()) is confidence

@@ -111,7 +111,8 @@ class NativeScheduling:
 
         def split() -> tuple[Tensor, Tensor]:
             confidence = self.scheduler.confidence(self._shown, batch)
-            return confidence, self.policy.allocate(plan, confidence, self._tokens)
+            usable = self.scheduler.usable(confidence, plan, batch)
+            return confidence, self.policy.allocate(plan, usable, self._tokens)
 
         if not plan.depth:
             return torch.ones(requests, dtype=torch.int32)
