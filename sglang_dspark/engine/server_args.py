@@ -102,10 +102,16 @@ def check_resolved(server_args: Any) -> None:
 
 
 def check_backend(server_args: Any) -> None:
-    """Refuse an attention backend that cannot verify rows of different length."""
-    prefill, decode = attention_backends_of(resolved_view(server_args))
-    mode = resolved_view(server_args).speculative_attention_mode
-    used = prefill if mode == "prefill" else decode
+    """Refuse an attention backend that cannot verify rows of different length, or not under LoRA adapters."""
+    cfg = resolved_view(server_args)
+    prefill, decode = attention_backends_of(cfg)
+    used = prefill if cfg.speculative_attention_mode == "prefill" else decode
+    if used == "trtllm_mla" and cfg.enable_lora:
+        # It wants windows of the widest row, where LoRA takes the window for the width of every row.
+        raise Refusal(
+            "--attention-backend trtllm_mla cannot verify LoRA batches in rows of changing length, as DSPARK does; "
+            "use flashinfer_mla, or leave --enable-lora out."
+        )
     for backend in {used, prefill} if str(server_args.device) == "cpu" else {used}:
         if backend not in RAGGED_BACKENDS:
             raise Refusal(

@@ -23,7 +23,8 @@ from torch import Tensor
 class RaggedRows(NamedTuple):
     """Which of the uniform rows' tokens are verified. R requests, rows of ``width`` = depth + 1 tokens.
 
-    widest: the rows that the server's attention backends were made for, gamma + 1.
+    widest: what the verify input says of the rows, gamma + 1 as the server's attention backends were made for; width
+    where LoRA adapters take it for the length of every row.
     """
 
     layout: RaggedVerifyLayout

@@ -170,6 +170,8 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         total = len(lens) * width if even_rows else self._tokens(plan, lens, exact=bool(alone))
         tier = tier_of(self.target_worker.model_runner, len(lens), total) or self._eager_tier(total)
         rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1, tier)
+        if rows is not None and even_rows:  # SGLang's LoRA takes the verify input's width for that of every row
+            rows = rows._replace(widest=width)
         if rows is not None:
             cut_chain(batch.spec_info, rows)
         if even_rows and alone:

@@ -1,14 +1,26 @@
 """Batches under LoRA adapters: SGLang tells whose token is whose by rows of one length, so rows have one length."""
 
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from benchmarks.launch import Server
 from sglang_dspark.engine import worker as worker_module
 from sglang_dspark.engine.requests import has_adapters
 from sglang_dspark.engine.worker import DSparkWorker, even
 from sglang_dspark.schedule import Plan
+from tests.engine.asks import ENDLESS, ask
+from tests.engine.conftest import base, switched
+
+ADAPTED = {"q_proj": (64, 64), "v_proj": (64, 32)}  # of the tiny target: inputs and outputs
+ROOT = Path(__file__).parents[2]
+UNPINNED = {"PYTHONPATH": f"{ROOT / 'tests/engine/unpinned'}{os.pathsep}{ROOT}"}
 
 
 def batch(*adapters):
@@ -56,3 +68,47 @@ def test_under_adapters_the_target_sees_whole_rows_whatever_was_allocated(monkey
         assert result.cap_lens.tolist() == [4, 4]
     else:
         assert seen["rows"].layout.verify_lens_cpu == [2, 4] and result.cap_lens.tolist() == [2, 4]
+
+
+def save_adapter(folder: Path, seed: int) -> Path:
+    """A random adapter that changes what the tiny target says."""
+    random, weights = torch.Generator().manual_seed(seed), {}
+    for layer in range(4):
+        for name, (inputs, outputs) in ADAPTED.items():
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{where}.lora_A.weight"] = torch.randn(4, inputs, generator=random) / 8
+            weights[f"{where}.lora_B.weight"] = torch.randn(outputs, 4, generator=random) * 0.3
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(ADAPTED), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def answers(server: Server, prompts: list[list[int]], adapters: tuple[str | None, ...]) -> list[list[int]]:
+    """Greedy tokens of all prompts at once, under the adapters by turn."""
+
+    def one(asked: tuple[int, list[int]]) -> list[int]:
+        number, prompt = asked
+        return ask(server, prompt, {"sampling_params": ENDLESS, "lora_path": adapters[number % len(adapters)]})[
+            "output_ids"
+        ]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, enumerate(prompts)))
+
+
+def test_greedy_output_is_that_of_plain_decoding_under_the_same_adapters(pairs, prompts, tmp_path):
+    flags = ["--lora-backend", "torch_native", "--max-loras-per-batch", "3", "--lora-paths"]
+    flags += [f"{name}={save_adapter(tmp_path / name, seed)}" for seed, name in enumerate(("one", "two"))]
+    mixtures = ((None, "one", "two"), (None,), ("two",))
+    with Server(*base(pairs.target), *flags, env=UNPINNED) as server:
+        wanted = {mixture: answers(server, prompts, mixture) for mixture in mixtures}
+    assert len({str(found) for found in wanted.values()}) == len(mixtures)
+    with switched(tmp_path, pairs.target, pairs.eagle3, *flags, env=UNPINNED) as switch:
+        for policy in ("depths", "random", "rests", "own"):
+            server = switch.to(policy)
+            for mixture in mixtures:
+                assert answers(server, prompts, mixture) == wanted[mixture], (policy, mixture)
+        info = server.info()["dspark"]
+        assert info["faults"] == {} and info["accepted"] > 100 and len(info["depths"]) > 4

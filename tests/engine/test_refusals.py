@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,21 @@ REFUSED = {
 def test_an_option_that_cannot_work_is_refused(resolve, case):
     args, names = REFUSED[case]
     assert names in refusal(lambda: resolve(*args))
+
+
+@pytest.mark.parametrize(
+    "backend, lora, works", (("trtllm_mla", True, False), ("trtllm_mla", False, True), ("fa3", True, True))
+)
+def test_a_backend_that_wants_windows_of_the_widest_row_is_refused_under_adapters(monkeypatch, backend, lora, works):
+    from sglang_dspark.engine import server_args as ours
+
+    cfg = SimpleNamespace(speculative_attention_mode="decode", enable_lora=lora, device="cuda")
+    monkeypatch.setattr(ours, "resolved_view", lambda args: args)
+    monkeypatch.setattr(ours, "attention_backends_of", lambda args: ("fa3", backend))
+    if works:
+        ours.check_backend(cfg)
+    else:
+        assert f"--attention-backend {backend}" in refusal(lambda: ours.check_backend(cfg))
 
 
 @pytest.mark.parametrize("misfit", ("misfit_vocab", "misfit_hidden"))
