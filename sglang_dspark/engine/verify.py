@@ -183,36 +183,3 @@ def ragged_extend_metadata(forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, 
     if layout is None:
         return None
     return forward_batch.seq_lens + layout.verify_lens, layout.verify_lens, layout.extend_start_loc, None
-
-
-class VerifyTarget:
-    """The target worker as SGLang's run_eagle_verify sees it: takes compact rows, gives uniform ones, counts tokens."""
-
-    def __init__(self, worker: Any, rows: RaggedRows | None) -> None:
-        self._worker = worker
-        self._rows = rows
-        self.tokens_seen = 0
-        """Tokens that the target forward was given: the shape of its input, not what we meant to send."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def forward_batch_generation(self, batch: Any, *, forward_batch: Any, **kwargs: Any) -> Any:
-        """The target forward over the compact rows; logits and hidden states come back in uniform rows."""
-        self.tokens_seen += len(forward_batch.input_ids)
-        result = self._worker.forward_batch_generation(batch, forward_batch=forward_batch, **kwargs)
-        if self._rows is not None and self._rows.kept is not None:
-            output = result.logits_output
-            output.next_token_logits = scatter_rows(output.next_token_logits, self._rows)
-            output.hidden_states = scatter_rows(output.hidden_states, self._rows)
-        return result
-
-
-def scatter_rows(compact: Tensor | None, rows: RaggedRows) -> Tensor | None:
-    """[tokens of the forward, D] to [R * width, D]; tokens that were not verified get zeros, finite and never read."""
-    if compact is None:
-        return None
-    assert rows.kept is not None
-    uniform = compact.new_zeros((rows.layout.bs * rows.width, *compact.shape[1:]))
-    uniform[rows.kept] = compact[: len(rows.kept)]
-    return uniform

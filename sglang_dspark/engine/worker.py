@@ -29,7 +29,8 @@ from sglang_dspark.engine.requests import has_adapters
 from sglang_dspark.engine.sampling import verified_alone
 from sglang_dspark.engine.scheduled import Scheduled
 from sglang_dspark.engine.scheduler import Launched, Settled, StepBatch, spread, tokens_sent
-from sglang_dspark.engine.verify import RaggedRows, VerifyTarget, cut_chain, end_chains, propose_nothing, ragged_rows
+from sglang_dspark.engine.uniform import VerifyTarget, reads_likeliest
+from sglang_dspark.engine.verify import RaggedRows, cut_chain, end_chains, propose_nothing, ragged_rows
 from sglang_dspark.schedule import Plan
 
 
@@ -133,7 +134,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
             lambda: (shown.new_zeros(requests, self.gamma), spread(plan, requests, shown.device)),
         )
         lens, rows = self._lay_out(batch, plan, self.agreement.lengths(lens))
-        target = VerifyTarget(self.target_worker, rows)
+        target = VerifyTarget(self.target_worker, rows, reads_likeliest(batch))
         result = run_eagle_verify(
             batch,
             target_worker=target,

@@ -64,6 +64,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        for kind in types:
+            if not issubclass(kind, Tensor):  # something of ours that answers for a tensor
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return self._run(func, args, kwargs)
 

@@ -24,7 +24,9 @@ UNPINNED = {"PYTHONPATH": f"{ROOT / 'tests/engine/unpinned'}{os.pathsep}{ROOT}"}
 
 
 def batch(*adapters):
-    info = SimpleNamespace(custom_logit_processor=None)
+    info = SimpleNamespace(custom_logit_processor=None, is_all_greedy=False, acc_additive_penalties=None)
+    info.acc_scaling_penalties = info.logit_bias = None
+    info.has_custom_logit_processor = info.has_watermark_candidates = False
     mode = SimpleNamespace(is_idle=lambda: False)
     spec = SimpleNamespace(retrieve_next_token=torch.ones(len(adapters), 4), draft_probs=None)
     reqs = [SimpleNamespace(lora_id=adapter) for adapter in adapters]

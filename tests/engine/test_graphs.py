@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sglang_dspark.engine.graphs import captures_tiers, prepare_depths, tier_of, tiers_of
-from sglang_dspark.engine.verify import fits_graphs, ragged_rows, scatter_rows
+from sglang_dspark.engine.uniform import scatter_rows
+from sglang_dspark.engine.verify import fits_graphs, ragged_rows
 from tests.engine.conftest import greedy, switched
 from tests.engine.pretend_graphs import CAPTURED
 

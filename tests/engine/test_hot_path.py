@@ -121,7 +121,7 @@ def verify(batch, *, target_worker, num_draft_tokens, **_):
 
     forward_batch = prepare_ragged(prepare, batch.spec_info, None, batch, target_worker)
     output = target_worker.forward_batch_generation(None, forward_batch=forward_batch).logits_output
-    assert len(output.next_token_logits) == len(batch.seq_lens) * num_draft_tokens
+    assert torch.argmax(output.next_token_logits, dim=-1).shape == (len(batch.seq_lens) * num_draft_tokens,)
     accept = torch.ones(len(batch.seq_lens), dtype=torch.int32, device=DEVICE)
     return SimpleNamespace(accept_lens=accept, num_non_draft_tokens_per_req=1)
 
@@ -205,7 +205,17 @@ def batch_of():
         seq_lens_cpu=None,
         forward_iter=1,
         out_cache_loc=None,
-        sampling_info=SimpleNamespace(custom_logit_processor=None),
+        has_grammar=False,
+        return_logprob=False,
+        sampling_info=SimpleNamespace(
+            is_all_greedy=True,
+            acc_additive_penalties=None,
+            acc_scaling_penalties=None,
+            logit_bias=None,
+            has_custom_logit_processor=False,
+            has_watermark_candidates=False,
+            custom_logit_processor=None,
+        ),
     )
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, scatter_rows, target_input
+from sglang_dspark.engine.uniform import Logits, reads_likeliest, scatter_rows
+from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, target_input
 
 
 def lens_and_width():
@@ -39,6 +40,68 @@ def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     assert uniform.shape == (len(lens) * width, 3)
     assert torch.equal(uniform[rows.kept], compact)
     assert uniform.sum() == compact.sum()  # everything else is zero
+
+
+def ragged_logits(lens=(1, 3, 2), width=3, vocab=7, padded=9):
+    """Logits that are not written out yet, and the tensor that they stand for."""
+    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), width, padded)
+    compact = torch.randn(padded, vocab, generator=torch.Generator().manual_seed(0))
+    return Logits(compact, rows), scatter_rows(compact, rows)
+
+
+def test_a_greedy_verify_reads_the_likeliest_tokens_of_compact_rows_alone():
+    logits, whole = ragged_logits()
+    assert (logits.shape, logits.device, logits.is_cuda) == (whole.shape, whole.device, False)
+    assert torch.equal(torch.argmax(logits, dim=-1), whole.argmax(-1))
+    assert logits._whole is None  # nothing was written out
+
+
+@pytest.mark.parametrize(
+    "use",
+    (
+        lambda it: torch.softmax(it, dim=-1), lambda it: torch.argmax(it, 0), lambda it: it.clone(), torch.isnan,
+        lambda it: torch.cat([it, it]), lambda it: it.amax(dim=-1), lambda it: it.add_(1.0),
+    ),
+)  # fmt: skip
+def test_whatever_else_is_asked_of_logits_is_answered_by_the_whole_tensor(use):
+    logits, whole = ragged_logits()
+    assert torch.equal(use(logits), use(whole))
+
+
+def test_logits_that_were_changed_are_read_as_they_are():
+    logits, whole = ragged_logits()
+    bias = torch.zeros(7)
+    bias[4] = 100.0
+    logits.add_(bias)
+    assert torch.argmax(logits, dim=-1).tolist() == [4] * len(whole)
+    torch.nan_to_num_(logits, nan=0.0)
+    assert torch.equal(logits.whole(), whole + bias)
+
+
+def greedy_batch(**changed):
+    info = {
+        "is_all_greedy": True,
+        "acc_additive_penalties": None,
+        "acc_scaling_penalties": None,
+        "logit_bias": None,
+        "has_custom_logit_processor": False,
+        "has_watermark_candidates": False,
+    }
+    batch = {"has_grammar": False, "return_logprob": False}
+    info, batch = ({**part, **{k: v for k, v in changed.items() if k in part}} for part in (info, batch))
+    return SimpleNamespace(sampling_info=SimpleNamespace(**info), **batch)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    (
+        {"is_all_greedy": False}, {"acc_additive_penalties": torch.ones(1)}, {"acc_scaling_penalties": torch.ones(1)},
+        {"logit_bias": torch.ones(1)}, {"has_custom_logit_processor": True}, {"has_watermark_candidates": True},
+        {"has_grammar": True}, {"return_logprob": True},
+    ),
+)  # fmt: skip
+def test_logits_are_written_out_for_whoever_changes_or_asks_for_them(asked):
+    assert reads_likeliest(greedy_batch()) and not reads_likeliest(greedy_batch(**asked))
 
 
 @pytest.mark.parametrize("width", (1, 3))

@@ -23,7 +23,7 @@ from sglang_dspark.engine.native.planner import NativePlanner, history_lag
 from sglang_dspark.engine.native.profile import profile
 from sglang_dspark.engine.native.scheduling import NativeScheduling
 from sglang_dspark.engine.scheduled import Scheduled
-from sglang_dspark.engine.verify import VerifyTarget
+from sglang_dspark.engine.uniform import VerifyTarget
 from sglang_dspark.schedule import ConfidenceHistory
 
 
