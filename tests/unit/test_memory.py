@@ -58,7 +58,7 @@ def held(thing, seen=None):
 
 def batch(slots):
     rows = np.arange(slots)
-    return StepBatch(rows, rows, rows % 2, np.ones(slots, bool), 100 * slots)
+    return StepBatch(rows, rows, rows % 2, np.ones(slots, bool), 100 * slots, left=rows + 1)
 
 
 @each_size
