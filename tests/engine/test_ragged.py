@@ -42,15 +42,20 @@ def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     assert uniform.sum() == compact.sum()  # everything else is zero
 
 
-def ragged_logits(lens=(1, 3, 2), width=3, vocab=7, padded=9):
+def ragged_logits(lens=(1, 3, 2), width=3, vocab=7, padded=9, widest=3):
     """Logits that are not written out yet, and the tensor that they stand for."""
-    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), width, padded)
-    compact = torch.randn(padded, vocab, generator=torch.Generator().manual_seed(0))
-    return Logits(compact, rows), scatter_rows(compact, rows)
+    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest, padded)
+    compact = torch.randn(padded or sum(lens), vocab, generator=torch.Generator().manual_seed(0))
+    return Logits(compact, rows), scatter_rows(compact, rows).clone()
 
 
-def test_a_greedy_verify_reads_the_likeliest_tokens_of_compact_rows_alone():
-    logits, whole = ragged_logits()
+@pytest.mark.parametrize(
+    "rows",
+    ({}, {"padded": None}, {"lens": (3, 3), "padded": None}, {"lens": (3, 3), "padded": None, "widest": 5}),
+    ids=("padded", "ragged", "full", "narrow"),
+)
+def test_a_greedy_verify_reads_the_likeliest_tokens_of_compact_rows_alone(rows):
+    logits, whole = ragged_logits(**rows)
     assert (logits.shape, logits.device, logits.is_cuda) == (whole.shape, whole.device, False)
     assert torch.equal(torch.argmax(logits, dim=-1), whole.argmax(-1))
     assert logits._whole is None  # nothing was written out
