@@ -149,9 +149,17 @@ class Server:
         """SGLang's internal state of the first scheduler; ours is under ``dspark``."""
         return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]
 
-    def flush(self) -> None:
-        """Empty the radix cache, so that runs with the same prompts compare."""
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+    def flush(self, patience: float = 30.0) -> None:
+        """Empty the radix cache, so that runs with the same prompts compare.
+
+        SGLang refuses while a request runs, and for a moment after the last answer; that is waited for.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            reply = requests.post(f"{self.url}/flush_cache", timeout=60)
+            if reply.status_code != 400 or time.monotonic() > deadline:
+                return reply.raise_for_status()
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End the server and all its processes."""

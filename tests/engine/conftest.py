@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
 import pytest
-import requests
 
 from benchmarks.launch import CPU_FLAGS, Server
 from tests import tiny
@@ -117,12 +115,7 @@ def greedy(server: Server, prompts: list[list[int]], users: int | None = None) -
 
 def free(server: Server) -> tuple[int, int]:
     """Free KV slots (target and draft share them) and request slots, once all is idle and the radix cache is empty."""
-    for _ in range(100):
-        try:
-            server.flush()
-            break
-        except requests.HTTPError:  # refused while requests run
-            time.sleep(0.1)
+    server.flush()
     pool = server.info()["dspark"]["pools"]
     return pool["kv_free"], pool["requests_free"]
 
