@@ -22,6 +22,14 @@ class Policy:
         """Depth and budget, before the step drafts. first_shown: see :meth:`StepScheduler.plan`."""
         return self.scheduler.plan(batch, first_shown)
 
+    def split(self, plan: Plan, batch: StepBatch, shown: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        """The newest draft's confidence [R, gamma], and the lengths of :meth:`allocate` by what of it is of use.
+
+        shown: see :meth:`StepScheduler.confidence`.
+        """
+        confidence = self.scheduler.confidence(shown, batch)
+        return confidence, self.allocate(plan, self.scheduler.usable(confidence, plan, batch), draft)
+
     def allocate(self, plan: Plan, confidence: Tensor, draft: Tensor) -> Tensor:
         """verify_lens [R] int32, each from 1 to 1 + depth.
 

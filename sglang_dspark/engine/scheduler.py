@@ -115,7 +115,7 @@ def spread(plan: Plan, requests: int, device: torch.device) -> Tensor:
 
 
 def past_end(batch: StepBatch, depth: int) -> NDArray[np.bool_] | None:
-    """[R, depth] the draft positions that no request can give any more; None where there are none.
+    """[R, depth] the draft positions that a request cannot give any more; None where there are none.
 
     With one token left to give a request needs no draft, as the target's own token ends it.
     """

@@ -19,7 +19,7 @@ class VerifyTarget:
 
     def __init__(self, worker: Any, rows: RaggedRows | None, likeliest: bool = False) -> None:
         self._worker = worker
-        self._rows = rows
+        self._rows = rows if rows is not None and rows.kept is not None else None  # full rows are uniform as they are
         self._likeliest = likeliest
         self.tokens_seen = 0
         """Tokens that the target forward was given: the shape of its input, not what we meant to send."""
@@ -32,8 +32,7 @@ class VerifyTarget:
         self.tokens_seen += len(forward_batch.input_ids)
         result = self._worker.forward_batch_generation(batch, forward_batch=forward_batch, **kwargs)
         output, rows = result.logits_output, self._rows
-        ragged = rows is not None and rows.kept is not None
-        if self._likeliest and (ragged or output.next_token_logits.is_cpu):
+        if self._likeliest and (rows is not None or output.next_token_logits.is_cpu):
             output.next_token_logits = Logits(output.next_token_logits, rows)
         else:
             output.next_token_logits = scatter_rows(output.next_token_logits, rows)
@@ -42,10 +41,13 @@ class VerifyTarget:
 
 
 def scatter_rows(compact: Tensor | None, rows: RaggedRows | None) -> Tensor | None:
-    """[tokens of the forward, ...] to [R * width, ...], a new tensor where any row is ragged; tokens that were not
-    verified get zeros, finite and never read."""
-    if compact is None or rows is None or rows.kept is None:
+    """[tokens of the forward, ...] to [R * width, ...]; tokens that were not verified get zeros, finite and never read.
+
+    rows: None where all are full, and nothing is to be done.
+    """
+    if compact is None or rows is None:
         return compact
+    assert rows.kept is not None
     uniform = compact.new_zeros((rows.layout.bs * rows.width, *compact.shape[1:]))
     uniform[rows.kept] = compact[: len(rows.kept)]
     return uniform
@@ -68,20 +70,20 @@ class Logits:
     """Logits [R * width, V] of a greedy verify, of which only the compact rows exist until more is asked for.
 
     Most vocabularies are so large that writing the uniform rows, and looking for the largest logit in those that were
-    never verified, would take longer than everything else that a ragged verify adds to a step.
+    never verified, would take longer than everything else that a ragged verify adds to a step. rows: None where all
+    are full.
     """
 
     def __init__(self, compact: Tensor, rows: RaggedRows | None) -> None:
         self._compact, self._rows = compact, rows
         self._whole: Tensor | None = None
-        ragged = rows is not None and rows.kept is not None
-        self.shape = torch.Size((rows.layout.bs * rows.width, compact.shape[1])) if ragged else compact.shape
+        tokens = len(compact) if rows is None else rows.layout.bs * rows.width
+        self.shape = torch.Size((tokens, compact.shape[1]))
         self.device, self.dtype, self.is_cuda = compact.device, compact.dtype, compact.is_cuda
 
     def likeliest(self) -> Tensor:
         """[R * width] int64, the most likely token after each that was verified; 0 after the others."""
-        kept = None if self._rows is None else self._rows.kept
-        compact = self._compact if kept is None else self._compact[: len(kept)]
+        compact = self._compact if self._rows is None else self._compact[: len(self._rows.kept)]
         # On a CPU numpy takes a thirteenth of the time that torch does.
         plain = compact.is_cpu and compact.dtype == torch.float32
         found = torch.from_numpy(compact.numpy().argmax(-1)) if plain else compact.argmax(-1)
@@ -96,6 +98,12 @@ class Logits:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole(), name)
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return self.whole()[at]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -171,9 +171,9 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         total = len(lens) * width if even_rows else self._tokens(plan, lens, exact=bool(alone))
         tier = tier_of(self.target_worker.model_runner, len(lens), total) or self._eager_tier(total)
         rows = ragged_rows(sent if even_rows else lens, width, total, self.gamma + 1, tier)
-        if rows is not None and even_rows:  # SGLang's LoRA takes the verify input's width for that of every row
-            rows = rows._replace(widest=width)
         if rows is not None:
+            if even_rows:  # SGLang's LoRA takes the verify input's width for that of every row
+                rows = rows._replace(widest=width)
             cut_chain(batch.spec_info, rows)
         if even_rows and alone:
             end_chains(batch.spec_info, lens, width)
@@ -185,9 +185,8 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         return None if cost is None else cost.padded(total)
 
     def _allocate(self, batch: Any, plan: Plan, described: StepBatch, shown: Tensor) -> tuple[Tensor, Tensor]:
-        confidence = self.scheduler.confidence(shown, described)
         draft = batch.spec_info.draft_token.view(len(described.slots), -1)[:, 1:]
-        return confidence, self.policy.allocate(plan, self.scheduler.usable(confidence, plan, described), draft)
+        return self.policy.split(plan, described, shown, draft)
 
     def _tokens(self, plan: Plan, lens: Tensor, exact: bool) -> int:
         """sum(lens), without a look at the device wherever the scheduler's own allocation made them, and nothing else

@@ -60,13 +60,14 @@ def test_under_adapters_the_target_sees_whole_rows_whatever_was_allocated(monkey
     seen = {}
 
     def verify(given, *, target_worker, **_):
-        seen["rows"], seen["spec"] = target_worker._rows, given.spec_info
+        seen["rows"] = given.spec_info.dspark_rows
         return SimpleNamespace()
 
     monkeypatch.setattr(worker_module, "run_eagle_verify", verify)
     result = it.verify(described)
     if adapter:
         assert seen["rows"].kept is None  # the layout only says how wide the rows are
+        assert seen["rows"].widest == 4  # which is what SGLang's LoRA is told
         assert result.cap_lens.tolist() == [4, 4]
     else:
         assert seen["rows"].layout.verify_lens_cpu == [2, 4] and result.cap_lens.tolist() == [2, 4]

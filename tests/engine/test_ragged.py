@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.uniform import Logits, reads_likeliest, scatter_rows
+from sglang_dspark.engine.uniform import Logits, VerifyTarget, reads_likeliest, scatter_rows
 from sglang_dspark.engine.verify import cut_chain, prepare_ragged, ragged_rows, target_input
 
 
@@ -42,17 +42,15 @@ def test_compact_rows_hold_each_requests_prefix_and_scatter_back(case):
     assert uniform.sum() == compact.sum()  # everything else is zero
 
 
-def ragged_logits(lens=(1, 3, 2), width=3, vocab=7, padded=9, widest=3):
+def ragged_logits(lens=(1, 3, 2), width=3, vocab=7, padded=9):
     """Logits that are not written out yet, and the tensor that they stand for."""
-    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest, padded)
+    rows = ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), width, padded)
     compact = torch.randn(padded or sum(lens), vocab, generator=torch.Generator().manual_seed(0))
     return Logits(compact, rows), scatter_rows(compact, rows).clone()
 
 
 @pytest.mark.parametrize(
-    "rows",
-    ({}, {"padded": None}, {"lens": (3, 3), "padded": None}, {"lens": (3, 3), "padded": None, "widest": 5}),
-    ids=("padded", "ragged", "full", "narrow"),
+    "rows", ({}, {"padded": None}, {"lens": (3, 3), "padded": None}), ids=("padded", "ragged", "full")
 )
 def test_a_greedy_verify_reads_the_likeliest_tokens_of_compact_rows_alone(rows):
     logits, whole = ragged_logits(**rows)
@@ -66,6 +64,7 @@ def test_a_greedy_verify_reads_the_likeliest_tokens_of_compact_rows_alone(rows):
     (
         lambda it: torch.softmax(it, dim=-1), lambda it: torch.argmax(it, 0), lambda it: it.clone(), torch.isnan,
         lambda it: torch.cat([it, it]), lambda it: it.amax(dim=-1), lambda it: it.add_(1.0),
+        lambda it: it[2:5], lambda it: torch.tensor(len(it)),
     ),
 )  # fmt: skip
 def test_whatever_else_is_asked_of_logits_is_answered_by_the_whole_tensor(use):
@@ -107,6 +106,18 @@ def greedy_batch(**changed):
 )  # fmt: skip
 def test_logits_are_written_out_for_whoever_changes_or_asks_for_them(asked):
     assert reads_likeliest(greedy_batch()) and not reads_likeliest(greedy_batch(**asked))
+
+
+def test_full_rows_come_back_as_they_are_whatever_their_width():
+    for rows in (None, rows_of([3, 3], 3, widest=5)):
+        output = SimpleNamespace(next_token_logits=torch.randn(6, 7), hidden_states=torch.randn(6, 2))
+        before = output.next_token_logits, output.hidden_states
+        worker = SimpleNamespace(forward_batch_generation=lambda *_, **__: SimpleNamespace(logits_output=output))  # noqa: B023
+        batch = SimpleNamespace(input_ids=torch.zeros(6))
+        VerifyTarget(worker, rows).forward_batch_generation(None, forward_batch=batch)
+        assert output.next_token_logits is before[0] and output.hidden_states is before[1]
+        VerifyTarget(worker, rows, likeliest=True).forward_batch_generation(None, forward_batch=batch)
+        assert torch.equal(torch.argmax(output.next_token_logits, dim=-1), before[0].argmax(-1))
 
 
 @pytest.mark.parametrize("width", (1, 3))

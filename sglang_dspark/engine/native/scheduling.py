@@ -109,14 +109,11 @@ class NativeScheduling:
             each = min(plan.budget // max(requests, 1), self.gamma)
             return self._confidence, torch.full((requests,), 1 + each, dtype=torch.int32)
 
-        def split() -> tuple[Tensor, Tensor]:
-            confidence = self.scheduler.confidence(self._shown, batch)
-            usable = self.scheduler.usable(confidence, plan, batch)
-            return confidence, self.policy.allocate(plan, usable, self._tokens)
-
         if not plan.depth:
             return torch.ones(requests, dtype=torch.int32)
-        self._confidence, lens = self.faults.run("allocation", split, share)
+        self._confidence, lens = self.faults.run(
+            "allocation", lambda: self.policy.split(plan, batch, self._shown, self._tokens), share
+        )
         return lens
 
     def verifies(self, lens: Tensor | None) -> None:
