@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # What disturbs a forward makes it longer, and the fit takes the lower one of two; a third repeat would keep other
 # points from being measured within the limit, which costs more. One that takes LONG seconds is no better for a second.
 REPEATS, LONG = 2, 0.5
+BLOCK = 40  # points; the first one holds all that the grid measures first and, where counts may be padded, all of those
 CONTEXTS = (64, 2048)  # two lengths tell the attention's share; longer ones cost start-up time and add little
 # Beyond this many requests the points measured already give the slope; those of a large server's full table would eat
 # the time limit for rows that are rarely in use together.
@@ -74,28 +75,33 @@ def measure(
 ) -> list[Sample]:  # fmt: skip
     """Time the grid's points, REPEATS times each unless one takes LONG seconds, until ``limit`` after ``start``.
 
+    A point's repeats lie a block of points apart, so that a machine that is slow for seconds makes no count look dear
+    beside the others.
+
     runs: for each kind of point, what makes the forward to be timed.
     """
     samples: list[Sample] = []
     warmed: set[str] = set()
     with torch.no_grad():
-        for point in grid:
-            if _first_ends(worker, time.perf_counter() - start > limit):
-                break
-            run = runs[point.kind](worker, point)
-            if point.kind not in warmed:  # first calls allocate and pick kernels
-                warmed.add(point.kind)
-                run()
-            for done in range(REPEATS):
-                enough = done > 0 and samples[-1].seconds > LONG
-                if _first_ends(worker, enough or time.perf_counter() - start > limit):
-                    break
-                before = time.perf_counter()
-                run()
-                _wait(worker.device)
-                samples.append(
-                    Sample(point.kind, point.requests, point.tokens, point.kv_tokens, time.perf_counter() - before)
-                )
+        for at in range(0, len(grid), BLOCK):
+            block = grid[at : at + BLOCK]
+            for _ in range(REPEATS):
+                again = []
+                for point in block:
+                    if _first_ends(worker, time.perf_counter() - start > limit):
+                        return samples
+                    run = runs[point.kind](worker, point)
+                    if point.kind not in warmed:  # first calls allocate and pick kernels
+                        warmed.add(point.kind)
+                        run()
+                    before = time.perf_counter()
+                    run()
+                    _wait(worker.device)
+                    seconds = time.perf_counter() - before
+                    samples.append(Sample(point.kind, point.requests, point.tokens, point.kv_tokens, seconds))
+                    if not _first_ends(worker, seconds > LONG):
+                        again.append(point)
+                block = again
     return samples
 
 
