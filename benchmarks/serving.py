@@ -4,7 +4,8 @@
 
 One server of each kind is started, and all of them stay up, asleep but for one. Within a round each load goes to all
 kinds in turn, in the other order in every second round, so that slow changes of the machine meet all of them alike.
-Figures are medians over rounds, DSPARK's ratio to the best of the others too. Prints a table, then one JSON line.
+Figures are medians over the rounds of all starts, DSPARK's ratio to the best of the others too. A table, then one JSON
+line.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ SOURCES = ("dspark_estimator", "dspark_blind")
 def build_parser() -> argparse.ArgumentParser:
     parser = common_parser(__doc__)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=1, help="servers started anew so often: luck lasts a start")
+    parser.add_argument("--rounds", type=int, default=3, help="of all loads, each start")
     parser.add_argument("--requests", type=int, default=8, help="requests at each load, or --each a user if more")
     parser.add_argument("--each", type=int, default=2, help="requests a user at least, one after the other")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -109,6 +111,26 @@ def main() -> None:
         if (name in args.modes if args.modes else args.sources or name not in SOURCES)
     }
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
+    for number in range(args.starts):
+        kinds = {name: kinds[name] for name in one_start(kinds, ids, args, number * args.rounds, runs, console)}
+    loads = [summary(users, list(kinds), runs) for users in args.users]
+    show(console, loads, list(kinds))
+    how = {"temperature": args.temperature, "starts": args.starts, "rounds": args.rounds}
+    print(json.dumps({**how, "sweep": sweep(loads), "loads": loads}))
+
+
+def one_start(
+    kinds: dict[str, Kind],
+    ids: list[list[int]],
+    args: argparse.Namespace,
+    first: int,
+    runs: dict[tuple[int, str], list[Run]],
+    console: Console,
+) -> list[str]:
+    """Start a server of each kind and add all rounds, the first of which is number ``first``, to ``runs``.
+
+    Returns the kinds that could be started.
+    """
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, kind in kinds.items():
@@ -119,14 +141,12 @@ def main() -> None:
                     console.print(f"{name} left out: {str(error).splitlines()[-1][:200]}", markup=False)
                     continue
                 load(servers[name], ids, min(8, max(args.users)), args.requests, args)  # warm-up
-        turns = [(number, users) for number in range(args.rounds) for users in args.users]
+        turns = [(number, users) for number in range(first, first + args.rounds) for users in args.users]
         for number, users in track(turns, "loads", console=console):
             for name in sorted(servers, key=list(servers).index, reverse=number % 2 == 1):
                 count = max(users * args.each, args.requests)
                 runs[users, name].append(load(servers[name], ids, users, count, args))
-    loads = [summary(users, list(servers), runs) for users in args.users]
-    show(console, loads, list(servers))
-    print(json.dumps({"temperature": args.temperature, "rounds": args.rounds, "sweep": sweep(loads), "loads": loads}))
+    return list(servers)
 
 
 def prompt_ids(args: argparse.Namespace, limit: int) -> list[list[int]]:
