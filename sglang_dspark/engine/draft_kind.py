@@ -69,10 +69,8 @@ def _says_dspark(config: Any) -> bool:
     return bool(markov) or getattr(config, "dspark_config", None) is not None
 
 
-def check_fit(kind: DraftKind, draft: Any, target: Any, path: str, *, sampled: bool = False) -> None:
+def check_fit(kind: DraftKind, draft: Any, target: Any, path: str) -> None:
     """Refuse a draft whose vocabulary or hidden size is not its target's.
-
-    sampled: drafts are sampled from the draft's distribution, which needs all of the target's vocabulary.
 
     Raises:
         Refusal: the sizes differ.
@@ -96,9 +94,4 @@ def check_fit(kind: DraftKind, draft: Any, target: Any, path: str, *, sampled: b
         raise Refusal(
             f"{FLAG} {path} has draft_vocab_size {reduced}, more than the target's vocabulary of {target.vocab_size}; "
             "use a draft trained for this target."
-        )
-    if sampled and reduced and reduced != target.vocab_size:
-        raise Refusal(
-            f"--speculative-use-rejection-sampling needs a draft over all {target.vocab_size} tokens of the target and "
-            f"{path} has {reduced}; leave the flag out, or use a draft without a reduced vocabulary."
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sglang_dspark.confidence import FEATURES, draft_features
 from sglang_dspark.confidence.head import ConfidenceHead
+from sglang_dspark.engine.sampling import DraftVocabulary, drawing_from
 
 
 class DepthState(NamedTuple):
@@ -42,6 +43,22 @@ class DSparkDraftWorker(EagleDraftWorker):
 
     shown: Tensor
     first_shown: Tensor
+    vocabulary: DraftVocabulary | None = None
+    """The tokens that the draft can propose, where those are not all of the target's."""
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Stock, which refuses sampled drafts of a reduced vocabulary: our worker widens what it draws from, so SGLang
+        gets to see the reduced one only afterwards."""
+        super().alloc_memory_pool(*args, **kwargs)
+        if self.vocabulary is not None:
+            self.hot_token_id = self.vocabulary.tokens
+
+    def init_lm_head(self) -> None:
+        """Stock; see alloc_memory_pool."""
+        super().init_lm_head()
+        if self.hot_token_id is not None:
+            self.vocabulary = DraftVocabulary(self.hot_token_id, self.target_worker.model_config.vocab_size)
+            self.hot_token_id = None
 
     def start_watching(self, slots: int, head: ConfidenceHead | None = None, rules: Sequence[int] = ()) -> None:
         """Allocate the buffers for ``slots`` requests and tap the draft model's forward. Before graphs are captured.
@@ -104,16 +121,19 @@ class DSparkDraftWorker(EagleDraftWorker):
 
     def draft_forward(self, forward_batch: Any) -> Any:
         """The stock draft loop, with its forwards counted: they are positions 2, 3, ..."""
-        with self._watching(1):
+        with self._watching(1), drawing_from(self.vocabulary):
             return super().draft_forward(forward_batch)
 
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
+        if self.vocabulary is not None and result.draft_probs is not None:
+            result.draft_probs = self.vocabulary.widen(result.draft_probs)
         self._keep_first(batch, result)
         return result
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
-        super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
+        with drawing_from(self.vocabulary):
+            super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
         self._keep_first(batch, batch_result.next_draft_input)
 
     def _keep_first(self, batch: Any, draft_input: Any) -> None:

@@ -176,6 +176,12 @@ def _draft_sample(original: Callable[..., Any], probs: Any, num_samples: int = 1
     return draft_sample(original, probs, num_samples, **kwargs)
 
 
+def _propose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from sglang_dspark.engine.sampling import propose
+
+    return propose(original, *args, **kwargs)
+
+
 def _keep_probs(_: None, probs: Any, limits: Any) -> Any:
     return probs
 
@@ -339,6 +345,12 @@ WORKER = (
         "SGLang's CPU verify takes the argmax whatever the temperature; ours samples",
         "temperature would be ignored on CPU",
         SAMPLING,
+    ),
+    Hook(
+        "speculative.spec_utils.sample_draft_proposal",
+        "next_token_logits, temperatures, top_ks, sampling_seed, positions, draft_step", HookType.AROUND, _propose,
+        "SGLang draws drafts only where draft and target share one vocabulary, which hardly an EAGLE3 draft does",
+        "a draft's distribution would not fit the target's, and the rule for sampled drafts would be refused",
     ),
     Hook(
         "speculative.spec_utils.fast_sample",

@@ -7,9 +7,10 @@ from, and what was asked for counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -17,6 +18,8 @@ from torch import Tensor
 
 # The sampling parameters of the batch that is being verified; SGLang's sampler functions are not told them.
 _verifying: ContextVar[Any] = ContextVar("sampling_info of the batch in verify")
+# Likewise the vocabulary of the draft that is drawing.
+_drawing: ContextVar[Any] = ContextVar("reduced vocabulary of the draft", default=None)
 
 
 def sample_verify(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,3 +202,34 @@ def draft_sample(original: Callable[..., Any], probs: Tensor, num_samples: int, 
         return original(probs, num_samples, **kwargs)
     index = torch.multinomial(probs, num_samples)
     return probs.gather(1, index), index
+
+
+class DraftVocabulary(NamedTuple):
+    """Of a draft that proposes a part of the target's tokens only."""
+
+    tokens: Tensor
+    """[draft vocabulary] int64, the target's number of each of the draft's tokens, none of them twice."""
+    size: int
+    """Of the target's vocabulary."""
+
+    def widen(self, probs: Tensor) -> Tensor:
+        """[R, draft vocabulary] probabilities to [R, size], zero for what the draft never proposes."""
+        return probs.new_zeros(len(probs), self.size).index_copy_(1, self.tokens, probs)
+
+
+@contextmanager
+def drawing_from(vocabulary: DraftVocabulary | None) -> Iterator[None]:
+    """What is drawn inside is drawn from this vocabulary; None: from all of the target's."""
+    token = _drawing.set(vocabulary)
+    try:
+        yield
+    finally:
+        _drawing.reset(token)
+
+
+def propose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """SGLang's sample_draft_proposal; the distribution beside the draw is one over the target's tokens, which is what
+    the rule for sampled drafts compares, and the draw itself stays a number of the draft's."""
+    probs, drawn_p, drawn = original(*args, **kwargs)
+    vocabulary = _drawing.get()
+    return (probs if vocabulary is None else vocabulary.widen(probs)), drawn_p, drawn

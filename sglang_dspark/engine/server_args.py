@@ -131,7 +131,7 @@ def _draft(cfg: Any) -> tuple[DraftKind, str]:
         draft = _read_config(cfg, path, cfg.speculative_draft_model_revision, FLAG)
         is_target = path == cfg.model_path
     kind = classify(draft, path, is_target=is_target)
-    check_fit(kind, draft, target, path, sampled=cfg.speculative_use_rejection_sampling)
+    check_fit(kind, draft, target, path)
     return kind, path
 
 

@@ -48,10 +48,10 @@ def test_greedy_output_is_plain_decoding_with_the_mtp_layer_of_the_target(switch
     assert running.server.info()["dspark"]["accepted"] > 0
 
 
-def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts):
-    running = switch(
-        pairs.target, pairs.eagle3_full, "--speculative-num-steps", "4", "--speculative-use-rejection-sampling"
-    )
+@pytest.mark.parametrize("draft", ("eagle3", pytest.param("eagle3_full", marks=LONG)))
+def test_sampled_drafts_leave_greedy_requests_exact(switch, pairs, expected, prompts, draft):
+    flags = ("--speculative-num-steps", "4", "--speculative-use-rejection-sampling")
+    running = switch(pairs.target, getattr(pairs, draft), *flags)
     check(running, expected, prompts)
 
 

@@ -29,9 +29,6 @@ REFUSED = {
     "decode context parallel": (["--dcp-size", "2", "--tp-size", "2"], "--dcp-size 2"),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
     "data-parallel attention": (["--enable-dp-attention"], "--enable-dp-attention"),
-    "sampled drafts of a reduced vocabulary": (
-        ["--speculative-use-rejection-sampling"], "--speculative-use-rejection-sampling"
-    ),
     "disaggregation": (["--disaggregation-mode", "decode"], "--disaggregation-mode decode"),
 }  # fmt: skip
 

@@ -28,12 +28,13 @@ FILTERS = (
 )
 
 
-@pytest.fixture(scope="module", params=("argmax", "sampled"))
+@pytest.fixture(scope="module", params=("argmax", "sampled", "sampled from a part of the vocabulary"))
 def switch(request, pairs, tmp_path_factory):
     """One server for each draft rule, under the Switch policy."""
-    rule = REJECTION if request.param == "sampled" else ()
+    rule = () if request.param == "argmax" else REJECTION
+    draft = pairs.chi_eagle3_part if "part" in request.param else pairs.chi_eagle3
     flags = ("--speculative-num-steps", "3", "--disable-radix-cache", *rule)
-    with switched(tmp_path_factory.mktemp("policy"), pairs.chi_target, pairs.chi_eagle3, *flags) as it:
+    with switched(tmp_path_factory.mktemp("policy"), pairs.chi_target, draft, *flags) as it:
         yield it
 
 

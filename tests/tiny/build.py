@@ -53,8 +53,9 @@ class TinyPairs:
 
     target: LlamaForCausalLM that speaks tests.tiny.language; eagle3 (reduced draft vocabulary), eagle3_full (the whole
     vocabulary), eagle and dspark (a block of 5 with a confidence head) are its drafts. nextn: the same target as
-    MiMoForCausalLM with an MTP layer inside. chi_target, chi_eagle3, chi_dspark (a block of 3): 16 tokens, smooth
-    next-token distribution, for counting sequences.
+    MiMoForCausalLM with an MTP layer inside. chi_target, chi_eagle3, chi_eagle3_part (the same draft, which
+    cannot propose a third of the tokens), chi_dspark (a block of 3): 16 tokens, smooth next-token distribution, for
+    counting sequences.
     misfit_vocab, misfit_hidden: EAGLE3 drafts that do not fit `target`.
     """
 
@@ -66,6 +67,7 @@ class TinyPairs:
     nextn: Path
     chi_target: Path
     chi_eagle3: Path
+    chi_eagle3_part: Path
     chi_dspark: Path
     misfit_vocab: Path
     misfit_hidden: Path
@@ -154,6 +156,8 @@ def build_chi(pairs: TinyPairs) -> None:
     checkpoint.save_target(target, pairs.chi_target, end)
     save_tokenizer(tokenizer, pairs.chi_target)
     checkpoint.save_eagle3(draft, shape, pairs.chi_eagle3, end)
+    kept = torch.tensor([token for token in range(shape.vocab) if token % 3])
+    checkpoint.save_eagle3(draft, shape, pairs.chi_eagle3_part, end, kept)
     checkpoint.save_dspark(dspark, shape, pairs.chi_dspark, end)
 
 
