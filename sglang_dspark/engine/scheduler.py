@@ -188,7 +188,9 @@ class StepScheduler:
         elif not plan.depth:
             self.warm = False
             return plan
-        drafts = self.rest.step(pays or plan is not planned, requests)
+        # A trial is there to see whether the plans are right, so that they say it does not pay ends none.
+        tried = self.guard.trial not in (None, "no_draft")
+        drafts = self.rest.step(pays or tried or plan is not planned, requests)
         self.warm = not self.rest.resting
         if drafts:
             return plan
@@ -201,15 +203,16 @@ class StepScheduler:
 
     def _probe(self, plan: Plan, requests: int) -> Plan:
         # While resting, plans come from priors, which cannot tell how deep the draft would go; position 1 counts then.
-        depth = 0 if self.rest.resting else plan.depth
-        if depth == self.gamma or self._step - self._seen_at[depth] <= PROBE_STEPS:
+        # The deepest position is probed like the others: a plan for it may be one that pays less than a rest.
+        depth = 0 if self.rest.resting else min(plan.depth, self.gamma - 1)
+        if self._step - self._seen_at[depth] <= PROBE_STEPS:
             return plan
         if self.rest.resting:
             self.rest.wake()  # the draft must be warm before it can be probed: at the next step
             return plan
-        self._seen_at[plan.depth] = self._step
+        self._seen_at[depth] = self._step
         self.modes["probe"] += 1
-        return self.verify_all(requests, plan.depth + 1)
+        return self.verify_all(requests, depth + 1)
 
     # -- between draft and verify ----------------------------------------------------------------------------------
 

@@ -154,6 +154,11 @@ class Guard:
         if seconds > 0:
             record.time.add(seconds / plan.step_time, self._step)
 
+    @property
+    def trial(self) -> Mode | None:
+        """The mode that is being tried for some steps; None: none is."""
+        return self._trial
+
     def take_switches(self) -> list[Switch]:
         """The switches since the last call."""
         taken, self.switches = self.switches, []

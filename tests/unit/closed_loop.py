@@ -56,24 +56,32 @@ def drive(
 class Loop:
     """Steps of R requests; each drafted token is accepted with probability ``accept``, ``speed`` scales step times."""
 
-    def __init__(self, requests: int, accept: float, speed: Callable[[Plan], float] = lambda plan: 1.0, seed: int = 0):
-        self.requests, self.accept, self.speed = requests, accept, speed
+    def __init__(
+        self,
+        requests: int,
+        accept: float,
+        speed: Callable[[Plan], float] = lambda plan: 1.0,
+        seed: int = 0,
+        gamma: int = GAMMA,
+        table: CostTable = BELIEVED,
+    ) -> None:
+        self.requests, self.accept, self.speed, self.gamma, self.table = requests, accept, speed, gamma, table
         self.shows: float | None = None
         """Top probability that the draft shows; None: ``accept`` itself."""
-        self.scheduler = StepScheduler(slots=requests, gamma=GAMMA)
-        self.scheduler.cost = CostModel(BELIEVED, max_depth=GAMMA)
+        self.scheduler = StepScheduler(slots=requests, gamma=gamma)
+        self.scheduler.cost = CostModel(table, max_depth=gamma)
         self.random = np.random.default_rng(seed)
-        self.truth = CostModel(BELIEVED, max_depth=GAMMA)
+        self.truth = CostModel(table, max_depth=gamma)
         self.plans: list[Plan] = []
         self.hits_of: Callable[[np.random.Generator], np.ndarray] = lambda random: (
-            random.random((self.requests, GAMMA)) < self.accept
+            random.random((self.requests, self.gamma)) < self.accept
         )
         """[R, gamma] whether each drafted token is accepted where it is reached."""
 
     def seconds(self, plan: Plan, tokens: int) -> float:
         true = float(self.truth.step_time(self.requests, plan.depth, tokens, 100 * self.requests))
         if not plan.depth and self.scheduler.warm:
-            true += BELIEVED.extend_fixed
+            true += self.table.extend_fixed
         return true * self.speed(plan) * float(np.exp(self.random.normal(0, 0.05)))
 
     def run(self, steps: int) -> float:

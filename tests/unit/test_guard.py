@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.cost import CostModel
+from sglang_dspark.cost import CostModel, CostTable
 from sglang_dspark.schedule import Guard, Plan, plan_simple
 from sglang_dspark.schedule.guard import EVERY, LONGEST
 from tests.unit.closed_loop import BELIEVED, GAMMA, Loop
@@ -46,6 +46,18 @@ def test_it_comes_back_when_acceptance_does():
     loop.accept = 0.9
     loop.run(LONGEST + 200)
     assert loop.run(200) > 0.95 * loop.rate(GAMMA)
+
+
+@pytest.mark.parametrize("gamma, accept, extend", [(1, 0.1, 2.2e-3), (1, 0.15, 3e-3), (3, 0.05, 3e-3), (5, 0.05, 3e-3)])
+def test_it_comes_back_whatever_depth_is_planned_and_whatever_the_extend_costs(gamma, accept, extend):
+    """Tokens that are all but free and a dear extend: a plan then drafts to the end, and a rest is still better."""
+    table = CostTable(tokens=(1, 64), seconds=(10e-3, 10.1e-3), draft_fixed=1e-5, extend_fixed=extend)
+    loop = Loop(4, accept, gamma=gamma, table=table)
+    loop.shows = 0.3
+    loop.run(2 * LONGEST)
+    loop.accept = 0.9
+    loop.run(LONGEST + 200)
+    assert loop.run(200) > 0.95 * loop.rate(gamma)
 
 
 @pytest.mark.parametrize("requests, accept", [(1, 0.9), (8, 0.6)])
