@@ -21,6 +21,8 @@ class StepClock:
     def starts(self, now: float) -> None:
         """A decode step is launched."""
         self._launched.append(float("inf") if self._interrupted else now)
+        if self._interrupted:  # however short it was, what lies between the two steps is not this one's host work
+            self._ended = float("-inf")
         self._interrupted, self._started = False, now
 
     def interrupted(self) -> None:

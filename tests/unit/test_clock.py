@@ -1,6 +1,9 @@
 """What is taken for the time of a step, on a host that sees it end and beside a device."""
 
-from sglang_dspark.engine.clock import StepClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.engine.clock import MOST_HOST_SHARE, StepClock
 
 
 def test_the_clock_counts_a_step_that_was_launched_before_the_last_one_arrived():
@@ -44,3 +47,31 @@ def test_on_a_cpu_the_hosts_work_before_a_step_counts_and_a_wait_does_not():
     assert clock.ends(2.25) == 1.25
     clock.starts(9.0)
     assert clock.ends(10.0) == 1.0
+
+
+# In 64ths of a second, which add up without rounding.
+SECONDS = st.integers(1, 640).map(lambda n: n / 64)
+
+
+@given(st.lists(st.tuples(SECONDS, st.booleans(), SECONDS), max_size=12))
+def test_on_a_cpu_no_prefill_however_short_is_in_a_steps_time(steps):
+    clock, now = StepClock(), 1.0
+    clock.starts(0.0)
+    clock.ends(now)
+    for gap, prefill, step in steps:  # what lies before a step, whether a prefill is in it, and the step
+        if prefill:
+            clock.interrupted()
+        clock.starts(now := now + gap)
+        took = clock.ends(now := now + step)
+        assert took == (step if prefill or gap >= MOST_HOST_SHARE * step else gap + step)
+
+
+def test_a_prefill_launched_while_a_step_runs_is_in_the_next_ones_gap():
+    clock = StepClock()
+    clock.starts(0.0)
+    clock.interrupted()
+    clock.ends(1.0)
+    clock.starts(1.25)
+    assert clock.ends(2.25) == 1.0
+    clock.starts(2.5)
+    assert clock.ends(3.5) == 1.25
