@@ -24,6 +24,8 @@ def load_sps_table(path: str | Path, *, tiers: tuple[int, ...] | None = None) ->
         if "bias_seconds" in content:
             return _additive(content, tiers)
         rates = np.asarray(content["sample_steps_per_sec"], np.float64)
+        if not (rates > 0).all():
+            raise ValueError(f"a rate of {rates.min()} steps per second has no time")
         return _table(content["sample_batch_tokens"], 1.0 / rates, 0.0, tiers)
     except (OSError, KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
         flag = f"--speculative-dspark-sps-table-path {path}"

@@ -63,7 +63,9 @@ def _read_object(path: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"Cost table {path} cannot be read as JSON: {error}.") from error
+        raise ValueError(
+            f"Cost table {path} cannot be read as JSON ({error}); delete it to profile again, or name another file."
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"Cost table {path} holds a {type(content).__name__} where a JSON object is needed.")
     return content
@@ -77,4 +79,5 @@ def _table(path: str | Path, values: Any) -> CostTable:
     try:
         return CostTable(**sequences)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"Cost table {path} is damaged: {error}") from error
+        why = str(error).rstrip(".")
+        raise ValueError(f"Cost table {path} is damaged ({why}); delete it to profile again.") from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import isfinite
+from numbers import Integral
+from reprlib import repr as short  # of a file's lists and numbers, which may be long
+
+LARGEST = 2**31 - 1  # tokens and seconds: far beyond any step, and what is computed with them fits into 64 bits
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,29 @@ class CostTable:
                 "A cost table needs one time for each token count, "
                 f"got {len(self.tokens)} counts and {len(self.seconds)} times."
             )
-        if self.tokens[0] < 1 or any(a >= b for a, b in pairwise(self.tokens)):
-            raise ValueError(f"The token counts of a cost table must rise from 1 or more, got {list(self.tokens)}.")
-        if not all(isfinite(s) and s > 0 for s in self.seconds) or any(a > b for a, b in pairwise(self.seconds)):
-            raise ValueError(f"The times of a cost table must be positive and never fall, got {list(self.seconds)}.")
-        if self.tiers is not None and (not self.tiers or any(a >= b for a, b in pairwise((0, *self.tiers)))):
-            raise ValueError(f"The tiers of a cost table must rise from 1 or more, got {list(self.tiers)}.")
-        if self.padded is not None and any(a >= b for a, b in pairwise((0, *self.padded))):
-            raise ValueError(f"The padded counts of a cost table must rise from 1 or more, got {list(self.padded)}.")
+        for name, counts in (("token counts", self.tokens), ("tiers", self.tiers), ("padded counts", self.padded)):
+            if counts is not None and not _rise(counts):
+                raise ValueError(
+                    f"The {name} of a cost table must be whole numbers that rise from 1 or more to {LARGEST} or less, "
+                    f"got {short(counts)}."
+                )
+        if self.tiers is not None and not self.tiers:
+            raise ValueError("The tiers of a cost table must be None or one and more, got none.")
+        # Comparisons, and not isfinite, which overflows on a whole number that no float holds.
+        if not all(0 < s <= LARGEST for s in self.seconds) or any(a > b for a, b in pairwise(self.seconds)):
+            raise ValueError(
+                f"The times of a cost table must be positive, {LARGEST} seconds or less, and never fall, "
+                f"got {short(self.seconds)}."
+            )
         for name in TERMS:
-            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} of a cost table must be 0 seconds or more, got {getattr(self, name)}.")
-        if self.free_depth < 0:
-            raise ValueError(f"free_depth of a cost table must be 0 or more, got {self.free_depth}.")
+            if not 0 <= getattr(self, name) <= LARGEST:
+                raise ValueError(
+                    f"{name} of a cost table must be from 0 to {LARGEST} seconds, got {short(getattr(self, name))}."
+                )
+        if not (isinstance(self.free_depth, Integral) and 0 <= self.free_depth <= LARGEST):
+            raise ValueError(
+                f"free_depth of a cost table must be a whole number from 0 to {LARGEST}, got {short(self.free_depth)}."
+            )
 
     def with_draft_terms_of(self, other: CostTable) -> CostTable:
         """This target's costs, and of `other` those of the draft model's forwards and its tiers."""
@@ -67,6 +81,12 @@ class CostTable:
                 round(1e3 * x, 4) for x in (self.extend_fixed, self.extend_per_request, self.extend_per_token)
             ],
         }
+
+
+def _rise(counts: Sequence[int]) -> bool:
+    """Whether these are numbers of tokens that a step can have, ascending."""
+    whole = all(isinstance(count, Integral) for count in counts)
+    return whole and all(a < b for a, b in pairwise((0, *counts, LARGEST + 1)))
 
 
 # The terms that are one number each.

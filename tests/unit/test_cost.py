@@ -1,10 +1,15 @@
 """The cost model: what profiling must recover, and that noise, outliers and odd shapes leave decisions sane."""
 
+import json
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_dspark.cost import CostModel, CostTable, OnlineCorrection, Sample, fit_table, profile_grid
 from sglang_dspark.cost.isotonic import isotonic_median
+from sglang_dspark.cost.table import TERMS
 
 LIMITS = {"max_requests": 32, "max_depth": 5, "contexts": (64, 1024), "max_kv_tokens": 100_000}
 
@@ -212,6 +217,11 @@ def test_observations_that_make_no_sense_are_ignored(bad: tuple):
     assert np.array_equal(correction.state, before)
 
 
+# What each field of counts is called; times that no step takes, beyond floats too.
+COUNTS = {"tokens": "token counts", "tiers": "tiers", "padded": "padded counts"}
+TOO_LONG = (2**31, 1e300, 10**400, float("inf"), float("nan"))
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -225,11 +235,33 @@ def test_observations_that_make_no_sense_are_ignored(bad: tuple):
         ({"per_request": -1.0}, "per_request"),
         ({"draft_fixed": float("inf")}, "draft_fixed"),
         ({"free_depth": -1}, "free_depth"),
+        *(({name: (1, most)}, word) for name, word in COUNTS.items() for most in (2**31, 10**30, 10**400)),
+        *(({name: counts}, word) for name, word in COUNTS.items() for counts in ((0, 1), (-1, 1), (1.5, 2.5), (1, 1))),
+        *(({"free_depth": depth}, "free_depth") for depth in (2**31, 10**400, 1.5, float("nan"))),
+        *(({"seconds": (0.01, most)}, "seconds or less") for most in TOO_LONG),
+        *(({name: most}, name) for name in TERMS for most in TOO_LONG),
     ],
 )
 def test_tables_that_make_no_sense_are_refused(change: dict, word: str):
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises(ValueError, match=word) as refused:
         CostTable(**{"tokens": (8, 16), "seconds": (0.01, 0.02), **change})
+    said = str(refused.value)
+    assert said.endswith(".") and "\n" not in said and len(said) < 250
+
+
+@given(
+    counts=st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=6, unique=True).map(sorted),
+    times=st.lists(st.floats(1e-9, 2**31 - 1), min_size=6, max_size=6).map(sorted),
+    term=st.floats(0, 2**31 - 1),
+    requests=st.integers(1, 64),
+)
+def test_whatever_a_table_may_say_prices_every_step(counts: list, times: list, term: float, requests: int):
+    terms = dict.fromkeys(TERMS, term)
+    table = CostTable(tuple(counts), tuple(times[: len(counts)]), tiers=tuple(counts), padded=tuple(counts), **terms)
+    bound = CostModel(table, max_depth=5).bind(requests, 2**31 - 1)
+    seconds = bound(5, np.arange(requests, 6 * requests + 1))
+    assert np.isfinite(seconds).all() and (seconds > 0).all() and (np.diff(seconds) >= 0).all()
+    json.dumps(table.summary(), allow_nan=False)
 
 
 def test_a_step_without_a_draft_pays_the_extend_while_the_draft_is_kept_warm():

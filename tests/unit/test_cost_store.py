@@ -86,6 +86,29 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, text: str):
         load_table(path, KEY)
 
 
+# JSON that no table of ours holds: of another type, or more than a number of Python, NumPy or a step can be.
+ODD = (
+    *("null", '"1"', '"ab"', "[]", "{}", '{"1": 1}', "[[1], [2]]", '["a", "b"]', "[null, 1]", "[1.5, 2.5]"),
+    *("1e999", "-1e999", "NaN", f"1{'0' * 400}", f"[1, 1{'0' * 400}]", "[1, 1e999]", f"[1, {10**30}]", "-1"),
+)
+MEANT = {("seconds", "[1.5, 2.5]"), ("tiers", "null"), ("padded", "null"), ("padded", "[]"), ("padded", "{}")}
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:12])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CostTable)])
+def test_an_odd_value_is_refused_in_one_sentence(tmp_path: Path, field: str, odd: str):
+    if (field, odd) in MEANT:
+        return
+    path = tmp_path / "cost.json"
+    save_table(path, KEY, TABLE)
+    content = json.loads(path.read_text())
+    content["table"][field] = "HERE"
+    path.write_text(json.dumps(content).replace('"HERE"', odd))
+    with pytest.raises(ValueError, match=r"cost\.json is damaged \(.*\); delete it to profile again\.$") as refused:
+        load_table(path, KEY)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400 + len(str(path))
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path: Path):
     with pytest.raises(ValueError, match=r"none\.json"):
         load_table(tmp_path / "none.json", KEY)
@@ -117,7 +140,20 @@ def test_sglangs_additive_table_is_read(tmp_path: Path):
     assert model.step_time(8, 3, [64], 0)[0] == pytest.approx(0.005 + 0.0018 + 0.004, rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0]}'])
+def rates(tokens: str, values: str) -> str:
+    return f'{{"sample_batch_tokens": {tokens}, "sample_steps_per_sec": {values}}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "null", "5", '"bias_seconds"', "[" * 100_000, rates("[1, 2]", "[1.0]")),
+        *(rates("[1, 2]", f"[2, {odd}]") for odd in ("0", "-1", "NaN", "1e999", f"1{'0' * 400}", "null", "[1]")),
+        *(rates(f"[1, {odd}]", "[2, 1]") for odd in (10**30, f"1{'0' * 400}", "1e999", "NaN", 2**31, "null", 1, 0)),
+        *(rates(odd, odd) for odd in ("5", "[]", '{"a": 1}', "null")),
+    ],
+    ids=lambda text: text[:72],
+)
 def test_an_unusable_sglang_file_is_refused_with_its_flag(tmp_path: Path, text: str):
     path = tmp_path / "sps.json"
     path.write_text(text)
