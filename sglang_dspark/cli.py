@@ -29,9 +29,17 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"sglang-dspark {args.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"sglang-dspark {args.command}: {sentence(error)}", file=sys.stderr)
         return 1
+
+
+def sentence(error: Exception) -> str:
+    """An error on one line. The system's own name a file, and not what to do; those of libraries run over lines."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        file = error.filename if error.filename2 is None else error.filename2
+        return f"{file} cannot be used ({error.strerror}); name another path or change what is there."
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_dspark.commands.profile import HERE
 from sglang_dspark.confidence.calibration import Calibration, save_calibration
 from sglang_dspark.confidence.head import HEAD_RULES, save_head
 from sglang_dspark.cost import CostKey, CostTable, save_table
@@ -23,7 +24,10 @@ NETWORK = {
     "socket", "socketserver", "ssl", "telnetlib", "urllib", "urllib3", "websockets", "xmlrpc", "zmq",
 }  # fmt: skip
 # What may be imported all the same, and why.
-ALLOWED = {("commands/profile.py", "socket")}  # asks the kernel for a free port for the server that it starts
+ALLOWED = {
+    ("commands/profile.py", "socket"),  # asks the kernel for a free port for the server that it starts
+    ("commands/profile.py", "http"),  # asks that server, on this machine, whether it serves
+}
 CALLS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
@@ -83,7 +87,7 @@ def test_each_of_these_would_be_found(source):
     assert list(faults("x.py", ast.parse(source)))
 
 
-def test_the_allowance_is_still_needed_and_never_connects():
+def test_the_allowances_are_still_needed_and_reach_this_machine_alone():
     for file, module in ALLOWED:
         tree = ast.parse((PACKAGE / file).read_text())
         assert module in set(imported(tree))
@@ -93,6 +97,9 @@ def test_the_allowance_is_still_needed_and_never_connects():
             "listen",
             "accept",
         }
+        reached = [call for name, call in called(tree) if name.split(".")[-1].startswith("HTTP")]
+        assert {ast.unparse(call.args[0]) for call in reached} <= {"HERE"}
+    assert HERE == "127.0.0.1"
 
 
 def table(path):
@@ -143,6 +150,16 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path, write, monk
     with pytest.raises(OSError, match="No space left"):
         write(path)
     assert path.read_bytes() == b"old" and [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_of_the_system_names_the_file_and_not_the_one_beside_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", Path("/proc/file")):
+        with pytest.raises(OSError) as refused, written_whole(path) as file:
+            file.write_text("x")
+        assert (refused.value.filename, refused.value.filename2) == (str(path), None)
+    with pytest.raises(OSError, match=r"^torn$"), written_whole(tmp_path / "file"):
+        raise OSError("torn")
 
 
 def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
