@@ -48,9 +48,18 @@ def add_calibrate(commands: Any) -> Callable[[argparse.Namespace], int]:
 
 
 def raw_logits(trace: Trace) -> Doubles:
-    """[n, gamma] what the trace's source says before anything was learnt; NaN past the depth."""
-    from sglang_dspark.confidence import source_of
+    """[n, gamma] what the trace's source says before anything was learnt; NaN past the depth.
 
+    Raises:
+        ValueError: the trace's features are of no source, or its records count other verify rules than the sources do.
+    """
+    from sglang_dspark.confidence import RULES, source_of
+
+    if trace.rules != RULES:
+        raise ValueError(
+            f"the trace has the verify rules {', '.join(trace.rules) or 'none'} where {', '.join(RULES)} are known; "
+            "record it with this version."
+        )
     records = trace.records
     return source_of(trace.features).logits(*(records[name].copy() for name in ("shown", "recent", "rule")))
 

@@ -119,7 +119,7 @@ def load_calibration(path: Path, rules: Sequence[str], gamma: int | None = None)
     content = _read(path)
     try:
         calibration = (_ours if "format" in content else _sglangs)(content, rules)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"Calibration {path} is damaged or of another version ({type(error).__name__}: {error}); "
             "make it anew with sglang-dspark calibrate."

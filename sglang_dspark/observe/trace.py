@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "sglang-dspark-trace/1"
 LONGEST_HEADER = 4096  # bytes of the first line; anything longer is no trace of ours
+MOST_POSITIONS = 255  # of a record: what a u1 counts
 
 
 def record_type(gamma: int, features: int) -> np.dtype[Any]:
@@ -120,7 +121,8 @@ def read_trace(path: Path) -> Trace:
         try:
             header = json.loads(line)
             gamma, features, rules = int(header["gamma"]), tuple(header["features"]), tuple(header["rules"])
-            right = header["format"] == FORMAT and gamma > 0 and all(isinstance(n, str) for n in features + rules)
+            right = header["format"] == FORMAT and 0 < gamma <= MOST_POSITIONS
+            right = right and all(isinstance(name, str) for name in features + rules)
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             right = False
         if not right:

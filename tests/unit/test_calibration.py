@@ -120,6 +120,11 @@ def changed(**changes):
     return lambda content: json.dumps({**content, **changes}).encode()
 
 
+def raw(name, text):
+    """What json.dumps does not write."""
+    return lambda content: json.dumps({**content, name: "HERE"}).replace('"HERE"', text).encode()
+
+
 def with_temperatures(row):
     return lambda content: json.dumps({**content, "temperatures": {rule: row for rule in RULES}}).encode()
 
@@ -166,6 +171,15 @@ BAD = {
     "uneven": changed(temperatures={"greedy": [1.0] * 3, "sampled": [1.0] * 2}),
     "wrong shape": with_temperatures([1.0] * 4),
     "no positions": with_temperatures([]),
+    "no float holds a temperature": with_temperatures([1.0, 10**400, 1.0]),
+    "no float holds an error": changed(ece_before={rule: [10**400] * 3 for rule in RULES}),
+    "no float holds an error after": changed(ece_after={rule: [0.1, -(10**400), 0.1] for rule in RULES}),
+    "infinite samples": raw("samples", '{"greedy": [1e999, 1, 1], "sampled": [1, 1, 1]}'),
+    "samples that are a number": changed(samples={rule: 5 for rule in RULES}),
+    "infinite samples of SGLang's": lambda content: b'{"temperatures": [1.0, 1.0, 1.0], "num_samples": 1e999}',
+    "negative infinite ones": lambda content: b'{"temperatures": [1.0, 1.0, 1.0], "num_samples": -1e999}',
+    "SGLang's with too large a temperature": lambda content: b'{"temperatures": [1, 1, 1%s]}' % (b"0" * 400),
+    "more digits than are read": lambda content: b'{"temperatures": [1, 1, 1%s]}' % (b"0" * 5000),
 }
 
 
@@ -230,3 +244,57 @@ def test_a_trace_too_short_to_fit_is_refused(tmp_path, capsys):
     assert main(["calibrate", "--trace", str(path), "--out", str(tmp_path / "c.json")]) == 1
     assert "record a longer one" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+OTHER_RULES = ((), ("greedy",), ("sampled",), ("sampled", "greedy"), ("greedy", "sampled", "x"), ("greedy", "beam"))
+
+
+@pytest.mark.parametrize("rules", OTHER_RULES)
+def test_a_trace_with_other_verify_rules_is_refused(rules, tmp_path, capsys):
+    path = tmp_path / "steps.trace"
+    writer = TraceWriter(path, GAMMA, HEADLESS.shown, rules, 1 << 20)
+    for rule in range(len(rules)):
+        logits, accepted, verified = stream(1000, TRUE)
+        writer.write(
+            1000, step=1, request=np.arange(1000), rule=rule, clean=1, depth=GAMMA, verified=verified,
+            accepted=accepted, budget=3000, tokens=4000, kv_tokens=0, seconds=0.1, recent=0.0,
+            shown=np.stack([logits] * 3, axis=-1), confidence=0.5,
+        )  # fmt: skip
+    assert main(["calibrate", "--trace", str(path), "--out", str(tmp_path / "c.json")]) == 1
+    error = capsys.readouterr().err
+    assert (
+        f"verify rules {', '.join(rules) or 'none'} where greedy, sampled are known" in error and error.count("\n") == 1
+    )
+    assert not (tmp_path / "c.json").exists()
+
+
+def a_folder(folder):
+    return folder
+
+
+def under_a_file(folder):
+    return folder / "steps.trace" / "file.png"
+
+
+def beneath_a_file(folder):
+    return folder / "steps.trace" / "deeper" / "file.png"
+
+
+def where_nothing_is_made(folder):
+    return Path("/proc/file.png")
+
+
+@pytest.mark.parametrize("option", ("--trace", "--out", "--plot"))
+@pytest.mark.parametrize(
+    "path", (a_folder, under_a_file, beneath_a_file, where_nothing_is_made), ids=lambda path: path.__name__
+)
+def test_a_path_that_cannot_be_used_is_named_in_one_sentence(trace, tmp_path, capsys, option, path):
+    chosen = {"--trace": trace, "--out": tmp_path / "c.json", option: path(tmp_path)}
+    if option == "--plot" and path is a_folder:
+        (tmp_path / "folder.png").mkdir()
+        chosen[option] = tmp_path / "folder.png"
+    assert main(["calibrate", *(str(word) for pair in chosen.items() for word in pair)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.endswith("name another path or change what is there.\n")
+    named = error.removeprefix("sglang-dspark calibrate: ").split(" cannot be used")[0]
+    assert Path(named) in (chosen[option], *chosen[option].parents)
