@@ -204,14 +204,38 @@ def _draft(worker: Any, point: Point) -> Callable[[], None]:
         tokens = torch.zeros(requests, dtype=torch.long, device=device)
         batch = dummy_batch(worker, draft.draft_runner, ForwardMode.DECODE, point, info, tokens, positions, slots)
         # With sampled drafts the draft loop asks; greedy rows of a mixed batch take the same time as sampled ones.
-        batch.sampling_info = SimpleNamespace(is_all_greedy=True)
-        with draft.contexts():
-            if point.depth > 1:
-                draft.draft_attn_backend.init_forward_metadata(batch)
-                batch.mark_forward_metadata_ready()
-            draft.draft_forward(batch)
+        one = torch.ones(requests, dtype=torch.int32, device=device)
+        batch.sampling_info = SimpleNamespace(
+            is_all_greedy=True, temperatures=one[:, None].float(), top_ks=one, sampling_seed=one.long()
+        )
+        run_draft(draft, batch, point.depth)
 
     return run
+
+
+def run_draft(draft: Any, batch: ForwardBatch, depth: int) -> None:
+    """The draft loop as SGLang runs it: a replay wherever there is a graph for the batch."""
+    graph = draft.cuda_graph_runner
+    with draft.contexts():
+        if graph is not None and graph.can_run_graph(batch):
+            graph.execute(batch)
+            return
+        if depth > 1:
+            draft.draft_attn_backend.init_forward_metadata(batch)
+            batch.mark_forward_metadata_ready()
+        draft.draft_forward(batch)
+
+
+def run_extend(draft: Any, batch: ForwardBatch, width: int) -> None:
+    """The draft's extend over rows of ``width``, likewise."""
+    graph = draft.cuda_graph_runner_for_draft_extend
+    with draft.contexts():
+        if graph is not None and graph.can_run_graph(batch):
+            graph.execute(batch, torch.arange(0, batch.batch_size * width, width, device=batch.seq_lens.device))
+            return
+        draft.draft_runner.attn_backend.init_forward_metadata(batch)
+        batch.mark_forward_metadata_ready()
+        draft.draft_runner.forward(batch)
 
 
 def _extend(worker: Any, point: Point) -> Callable[[], None]:
@@ -227,6 +251,7 @@ def _extend(worker: Any, point: Point) -> Callable[[], None]:
     positions = torch.full((requests * width,), point.context, dtype=torch.long, device=device)
 
     def run() -> None:
+        draft.set_depth(point.depth)
         tokens = torch.zeros(requests * width, dtype=torch.long, device=device)
         batch = dummy_batch(worker, draft.draft_runner, ForwardMode.DRAFT_EXTEND_V2, point, info, tokens, positions)
         batch.seq_lens = batch.seq_lens + width
@@ -237,10 +262,7 @@ def _extend(worker: Any, point: Point) -> Callable[[], None]:
         batch.extend_start_loc = torch.arange(0, requests * width, width, dtype=torch.int32, device=device)
         batch.extend_seq_lens_cpu = [width] * requests
         batch.extend_prefix_lens_cpu = [point.context] * requests
-        with draft.contexts():
-            draft.draft_runner.attn_backend.init_forward_metadata(batch)
-            batch.mark_forward_metadata_ready()
-            draft.draft_runner.forward(batch)
+        run_extend(draft, batch, width)
 
     return run
 
@@ -270,6 +292,7 @@ def dummy_batch(
         seq_lens_cpu=lens.cpu(),
         orig_seq_lens=lens,
         positions=positions,
+        mrope_positions=positions.expand(3, -1) if runner.model_config.model_is_mrope else None,
         spec_algorithm=runner.spec_algorithm,
         spec_info=info,
         capture_hidden_mode=info.capture_hidden_mode

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_dspark.engine.scheduler import StepBatch
 
@@ -31,10 +32,21 @@ class RequestTable:
                 self._rule[slot] = int(req.sampling_params.top_k != 1)  # SGLang writes temperature 0 as top-k 1
         kv_tokens = batch.seq_lens_sum
         if kv_tokens is None:
-            kv_tokens = int(batch.seq_lens_cpu.sum()) if batch.seq_lens_cpu is not None else 0
+            # Under the overlap schedule only the device may know the lengths; the requests' own are a step old.
+            kv_tokens = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
         mine = self._generation[slots], self._rule[slots], self._clean[slots]
         left = np.fromiter((tokens_left(req) for req in batch.reqs), np.int64, len(slots))
         return StepBatch(slots, *mine, kv_tokens, batch.forward_iter or 0, left)
+
+    def alive(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """[R] which requests of an earlier step still run: under the overlap schedule one that has ended takes part in
+        one more step, of which nothing is learnt."""
+        running = np.zeros(len(batch.slots), np.bool_)
+        for row, (slot, generation) in enumerate(zip(batch.slots, batch.generations, strict=True)):
+            holder = self._holder[slot]
+            req = None if holder is None or self._generation[slot] != generation else holder()
+            running[row] = req is not None and not (req.finished() or req.is_retracted)
+        return running
 
 
 def tokens_left(req: Any) -> int:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark import __version__
@@ -61,6 +62,9 @@ class Scheduled:
         self._refuse_other_settings(key, head)
         sps_path = self.server_args.speculative_dspark_sps_table_path
         self.scheduler.cost, self.cost_report = step_cost(self, self.options, sps_path, key, profile)
+        device = torch.device(self._runner.device)
+        if device.type != "cpu":
+            self.faults.run("allocation", lambda: self.scheduler.compile_allocation(device), lambda: None)
 
     def info(self) -> dict[str, Any]:
         """Counters, last plan, profile, faults and what is free in the pools, as plain JSON types."""

@@ -15,7 +15,7 @@ from sglang_dspark.confidence import Estimator, PositionPrior, Rows
 from sglang_dspark.confidence.estimator import to_device
 from sglang_dspark.cost import CostModel
 from sglang_dspark.engine.relay import HostCopy
-from sglang_dspark.kernels.allocate import allocate
+from sglang_dspark.kernels.allocate import MAX_REQUESTS, allocate
 from sglang_dspark.observe import TraceWriter
 from sglang_dspark.schedule import ConfidenceHistory, DraftRest, Guard, Plan, plan_joint, plan_simple
 
@@ -245,6 +245,12 @@ class StepScheduler:
         rows, unused, budget = self._inputs
         amount = plan.budget if confidence.is_cpu else budget.fill_(plan.budget)
         return allocate(confidence, rows[: len(confidence)], unused, amount, depth=plan.depth).verify_lens
+
+    def compile_allocation(self, device: torch.device) -> None:
+        """Allocate for every size of batch that the kernel is compiled for: a step must not wait for a compiler."""
+        sizes = {min(1 << power, self.slots) for power in range(MAX_REQUESTS.bit_length())}
+        for requests in sorted(sizes):
+            self.allocate(self.verify_all(requests), torch.ones(requests, self.gamma, device=device))
 
     def launched(self, batch: StepBatch, plan: Plan, shown: Tensor, confidence: Tensor, tokens: int) -> Launched:
         """Note a step that was sent, and the tokens the target forward was really given. Waits for nothing."""

@@ -8,7 +8,7 @@ samplers follow is cut there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +129,8 @@ def prepare_ragged(
         name: getattr(verify_input, name)
         for name in ("draft_token", "positions", "prepared_out_cache_loc", "prepared_mrope_positions", "kv_loc_plan")
     }
+    if verify_input.prepared_mrope_positions is None and target_worker.model_runner.model_config.model_is_mrope:
+        verify_input.prepared_mrope_positions = mrope_positions(verify_input.positions, batch.multimodal_inputs)
     verify_input.draft_token = rows.compact(verify_input.draft_token)
     verify_input.positions = rows.compact(verify_input.positions)
     verify_input.prepared_out_cache_loc = rows.compact(window)
@@ -144,6 +146,19 @@ def prepare_ragged(
         for name, value in uniform.items():
             setattr(verify_input, name, value)
         batch.out_cache_loc, batch.spec_info = window, verify_input
+
+
+def mrope_positions(positions: Tensor, inputs: Sequence[Any]) -> Tensor:
+    """[3, R * width] positions of uniform rows, for a target that tells time, height and width apart.
+
+    SGLang makes them of the verify input's positions taken for uniform rows, so it must be done before those are
+    compacted. inputs: [R] each request's images, or None; what was decoded after them lies past them by a constant.
+    """
+    rows = positions.view(len(inputs), -1).long()
+    if any(it is not None for it in inputs):
+        past = [torch.zeros(1, dtype=torch.long) if it is None else it.mrope_position_delta.view(-1) for it in inputs]
+        rows = rows + torch.stack(past).to(rows.device)
+    return rows.flatten().repeat(3, 1)
 
 
 def target_input(

@@ -200,19 +200,18 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         """SGLang has a step's outcome on the host and is about to give it out: learn from it."""
         sent = getattr(result, "dspark_step", None)
         if isinstance(worker, DSparkWorker) and sent is not None:
-            settled = worker.faults.run("learning", lambda: worker._settle(sent, result, batch), lambda: None)
+            settled = worker.faults.run("learning", lambda: worker._settle(sent, result), lambda: None)
             if settled is not None:
                 worker.reports.settled(settled)
 
-    def _settle(self, sent: Launched, result: Any, batch: Any) -> Settled:
+    def _settle(self, sent: Launched, result: Any) -> Settled:
         accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
         on_host = str(self.device).startswith("cpu")
         seconds = None if on_host else self.clock.arrives(time.perf_counter())
         if seconds is not None:
             self._timed(sent, seconds)
         verified = result.cap_lens.numpy().astype(np.int64) - 1
-        alive = np.array([not (req.finished() or req.is_retracted) for req in batch.reqs])
-        return self.scheduler.settle(sent, accepted, verified, alive)
+        return self.scheduler.settle(sent, accepted, verified, self.requests.alive(sent.batch))
 
 
 def even(plan: Plan, requests: int) -> Plan:

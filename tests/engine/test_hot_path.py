@@ -35,7 +35,7 @@ class Request:
         self.kv = SimpleNamespace(req_pool_idx=slot)
         self.grammar = self.custom_logit_processor = self.lora_id = None
         self.is_retracted = False
-        self.output_ids = [1]
+        self.origin_input_ids, self.output_ids = [1, 2], [1]
         self.sampling_params = SimpleNamespace(
             top_k=1,
             logit_bias=None,
@@ -133,7 +133,9 @@ class Target:
 
     def __init__(self, tiers):
         graphs = SimpleNamespace(ragged_verify_mode=True, capture_num_tokens=tiers, max_bs=8)
-        self.model_runner = SimpleNamespace(decode_cuda_graph_runner=graphs if tiers else None)
+        self.model_runner = SimpleNamespace(
+            decode_cuda_graph_runner=graphs if tiers else None, model_config=SimpleNamespace(model_is_mrope=False)
+        )
 
     def forward_batch_generation(self, batch, *, forward_batch, **_):
         return SimpleNamespace(logits_output=outputs(forward_batch.input_ids))

@@ -1,13 +1,16 @@
-"""In what order a profile measures: a machine that is slow for a while makes no token count look dear."""
+"""How a profile measures: in an order by which a machine that is slow for a while makes no token count look dear, and
+what SGLang would run."""
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_dspark.cost import profile_grid
 from sglang_dspark.engine import profile
-from sglang_dspark.engine.profile import LONG, REPEATS, measure
+from sglang_dspark.engine.profile import LONG, REPEATS, measure, run_draft, run_extend
 
 COUNTS = range(1, 17)
 
@@ -67,3 +70,26 @@ def test_ranks_measure_the_same_points(monkeypatch):
     first, _ = samples_of(monkeypatch, says=lambda mine: said.append(mine) or mine)
     other, _ = samples_of(monkeypatch, slow=0, limit=1e9, says=lambda mine: heard.append(mine) or said[len(heard) - 1])
     assert [s[:4] for s in other] == [s[:4] for s in first] and len(said) == len(heard)
+
+
+@pytest.mark.parametrize("part", ("draft", "extend"))
+@pytest.mark.parametrize("graph, fits", ((False, False), (True, False), (True, True)))
+def test_a_draft_is_timed_as_it_is_served_in_a_graph_where_there_is_one(part, graph, fits):
+    ran = []
+    graphs = SimpleNamespace(
+        can_run_graph=lambda batch: fits,
+        execute=lambda batch, *index: ran.append(("graph", *map(torch.Tensor.tolist, index))),
+    )
+    backend = SimpleNamespace(init_forward_metadata=lambda batch: ran.append("metadata"))
+    draft = SimpleNamespace(
+        contexts=nullcontext,
+        cuda_graph_runner=graphs if graph and part == "draft" else None,
+        cuda_graph_runner_for_draft_extend=graphs if graph and part == "extend" else None,
+        draft_attn_backend=backend,
+        draft_forward=lambda batch: ran.append("eager"),
+        draft_runner=SimpleNamespace(attn_backend=backend, forward=lambda batch: ran.append("eager")),
+    )
+    batch = SimpleNamespace(batch_size=3, seq_lens=torch.ones(3), mark_forward_metadata_ready=lambda: None)
+    run_draft(draft, batch, 2) if part == "draft" else run_extend(draft, batch, 4)
+    replayed = [("graph",)] if part == "draft" else [("graph", [0, 4, 8])]
+    assert ran == (replayed if graph and fits else ["metadata", "eager"])

@@ -18,8 +18,8 @@ def lens_and_width():
     )
 
 
-def rows_of(lens, width, widest=None):
-    return ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest or width)
+def rows_of(lens, width, widest=None, tier=None):
+    return ragged_rows(torch.tensor(lens, dtype=torch.int32), width, sum(lens), widest or width, tier)
 
 
 @settings(deadline=None)  # a busy machine is not a slow function
@@ -176,6 +176,10 @@ def test_a_chain_ends_at_its_verify_length():
     assert info.draft_probs[:, :, 0].tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
+def target(mrope=False):
+    return SimpleNamespace(model_runner=SimpleNamespace(model_config=SimpleNamespace(model_is_mrope=mrope)))
+
+
 @pytest.mark.parametrize("fails", (False, True))
 def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fails):
     rows = rows_of([1, 3], 4)
@@ -202,9 +206,9 @@ def test_the_target_is_given_the_compact_rows_and_the_uniform_ones_come_back(fai
 
     if fails:
         with pytest.raises(RuntimeError):
-            prepare_ragged(prepare, info, None, batch, None)
+            prepare_ragged(prepare, info, None, batch, target())
     else:
-        assert prepare_ragged(prepare, info, None, batch, None) == "prepared"
+        assert prepare_ragged(prepare, info, None, batch, target()) == "prepared"
     assert seen == {
         "tokens": [0, 4, 5, 6],
         "positions": [100, 104, 105, 106],
@@ -235,3 +239,25 @@ def test_the_target_is_given_what_sglangs_dspark_worker_gives_it(width):
             assert len(mine) == len(other)
         else:
             assert mine is other or mine == other, field.name
+
+
+@pytest.mark.parametrize("images", ([None, None, None], [None, 100, None], [7, None, -3]))
+@pytest.mark.parametrize("lens, tier", (([1, 3, 1], None), ([4, 1, 2], 8), ([1, 1, 1], 6)))
+def test_three_part_positions_are_those_that_sglang_gives_full_rows(images, lens, tier):
+    """Also for padded rows, and where a request has an image, past which its text goes on."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    inputs = [None if past is None else SimpleNamespace(mrope_position_delta=torch.tensor([[past]])) for past in images]
+    rows = rows_of(lens, 4, tier=tier)
+    info = verify_input(3, 4)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False), seq_lens_cpu=None, spec_info=info, multimodal_inputs=inputs
+    )
+    stock = SimpleNamespace(seq_lens=torch.zeros(3), mrope_positions=None)
+    ForwardBatch.compute_spec_mrope_positions(stock, SimpleNamespace(device="cpu"), batch)
+    expected = stock.mrope_positions[:, rows.kept]
+    cut_chain(info, rows)
+    given = []
+    prepare_ragged(lambda it, *_: given.append(it.prepared_mrope_positions), info, None, batch, target(mrope=True))
+    assert torch.equal(given[0][:, : sum(lens)], expected) and not given[0][:, sum(lens) :].any()
+    assert given[0].shape[1] == (tier or sum(lens)) and info.prepared_mrope_positions is None

@@ -151,7 +151,8 @@ class NativeScheduling:
         sent = self.scheduler.launched(step.batch, plan, step.shown, step.confidence, tokens)
         if took is not None and self.scheduler.timed(sent, took):
             self.reports.timed(plan, took)
-        self.reports.settled(self.scheduler.settle(sent, accepted, step.lens.cpu().numpy().astype(np.int64) - 1))
+        verified = step.lens.cpu().numpy().astype(np.int64) - 1
+        self.reports.settled(self.scheduler.settle(sent, accepted, verified, self.requests.alive(step.batch)))
 
 
 def block_plan(plan: Plan, requests: int, gamma: int, forced: float | None = None) -> Plan:
