@@ -11,6 +11,8 @@ from typing import Any
 from sglang_dspark.config import Refusal
 
 FLAG = "--speculative-draft-model-path"
+# Published with a prediction layer that config.json does not tell of; SGLang runs it all the same (its ModelConfig).
+UNSAID_NEXTN = ("Qwen3NextForCausalLM",)
 
 
 class DraftKind(Enum):
@@ -50,12 +52,13 @@ def classify(draft: Any, path: str, *, is_target: bool) -> DraftKind:
         )
     if "eagle" in name:
         return DraftKind.EAGLE
-    layers = getattr(text_config(draft), "num_nextn_predict_layers", None)
-    if name.endswith(("nextn", "mtp")) or layers or (not is_target and "mtp" in name):
+    text = text_config(draft)
+    layers = getattr(text, "num_nextn_predict_layers", None) or getattr(text, "mtp_num_hidden_layers", None)
+    if layers or architecture in UNSAID_NEXTN or name.endswith(("nextn", "mtp")) or (not is_target and "mtp" in name):
         return DraftKind.NEXTN
     if is_target:
         raise Refusal(
-            f"{FLAG} is missing and the target's checkpoint ({architecture}) carries no draft of its own; "
+            f"{FLAG} is missing, or names the target, and the target's config.json ({architecture}) tells of no draft; "
             "give the folder or name of an EAGLE, EAGLE3, NEXTN or DSpark draft for this target."
         )
     raise Refusal(

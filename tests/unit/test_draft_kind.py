@@ -19,6 +19,8 @@ LLAMA = {"vocab_size": 100, "hidden_size": 8}
         (DraftKind.EAGLE, {"architectures": ["Qwen2ForCausalLMEagle"]}),
         (DraftKind.NEXTN, {"architectures": ["DeepseekV3ForCausalLMNextN"]}),
         (DraftKind.NEXTN, {"architectures": ["MiMoMTP"]}),
+        (DraftKind.NEXTN, {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1}),
+        (DraftKind.NEXTN, {"architectures": ["Qwen3NextForCausalLM"]}),
         (DraftKind.DSPARK, {"architectures": ["Qwen3DSparkModel"]}),
         (DraftKind.DSPARK, {"architectures": ["LlamaForCausalLM"], "markov_rank": 64}),
     ],
@@ -27,9 +29,25 @@ def test_a_draft_is_recognised_from_its_config(kind, config):
     assert classify(Config(**LLAMA, **config), "draft", is_target=False) is kind
 
 
-def test_a_target_that_carries_a_draft_needs_no_path():
-    target = Config(architectures=["DeepseekV3ForCausalLM"], num_nextn_predict_layers=1, **LLAMA)
-    assert classify(target, "target", is_target=True) is DraftKind.NEXTN
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1},
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "text_config": Config(num_nextn_predict_layers=None, mtp_num_hidden_layers=1),
+        },
+        {"architectures": ["Qwen3NextForCausalLM"]},
+    ],
+)
+def test_a_target_that_carries_a_draft_needs_no_path(config):
+    assert classify(Config(**LLAMA, **config), "target", is_target=True) is DraftKind.NEXTN
+
+
+def test_of_a_target_without_a_draft_only_what_its_config_says_is_said():
+    target = Config(architectures=["LlamaForCausalLM"], num_nextn_predict_layers=0, mtp_num_hidden_layers=0, **LLAMA)
+    with pytest.raises(Refusal, match=r"config\.json \(LlamaForCausalLM\) tells of no draft"):
+        classify(target, "target", is_target=True)
 
 
 def test_a_multimodal_config_counts_by_its_text_part():
