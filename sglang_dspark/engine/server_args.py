@@ -18,6 +18,8 @@ from sglang.srt.arg_groups.overrides import (
     resolved_view,
     resolving_view,
 )
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_dspark.confidence import HEAD, HEADLESS
 from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
@@ -25,7 +27,7 @@ from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.confidence_head import check_head, find_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
-from sglang_dspark.engine.native.arguments import forget_mode
+from sglang_dspark.engine.native.arguments import forget_mode, reads_uniform_rows, runs_xqa
 from sglang_dspark.engine.step_cost import check_files
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 SOURCE = "sglang_dspark"
 # Backends whose target verify takes rows of different length (read from SGLang 0.5.23; see RaggedVerifyLayout's users).
 RAGGED_BACKENDS = ("fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashinfer_mla", "intel_amx")
+# LoRA backends that take every verify for one as wide as the graphs, even where it runs without one (SGLang 0.5.23).
+CAPTURED_WIDTH_LORA = ("triton", "triton_v2")
 
 
 def asks_for_dspark(server_args: Any) -> bool:
@@ -87,12 +91,14 @@ def check_resolved(server_args: Any) -> None:
     """Once SGLang has read the model's config and resolved the attention backend: what can be refused only then.
 
     Raises:
-        Refusal: a backend that cannot verify rows of different length; a step cost, confidence head or calibration that
-            is damaged or was made for something else.
+        Refusal: a target or a backend that cannot verify rows of different length; a step cost, confidence head or
+            calibration that is damaged or was made for something else.
     """
     if not is_ours(server_args):
         return
+    check_target(server_args)
     check_backend(server_args)
+    check_lora_backend(server_args)
     cfg, options, model = resolved_view(server_args), read_options(), model_config_of(server_args)
     check_files(options, cfg.speculative_dspark_sps_table_path, cost_key(cfg, model))
     head = find_head(options, cfg.speculative_draft_model_path, cfg.tp_size)
@@ -101,12 +107,33 @@ def check_resolved(server_args: Any) -> None:
     temperatures(cfg.speculative_dspark_confidence_sts_path, source, cfg.speculative_num_steps)
 
 
+def check_target(server_args: Any) -> None:
+    """Refuse a target whose linear-attention layers cannot verify rows of different length, or not under LoRA."""
+    cfg, model = resolved_view(server_args), model_config_of(server_args)
+    if reads_uniform_rows(model):
+        raise Refusal(
+            f"--model-path {cfg.model_path} has linear-attention layers that cannot verify rows of different length, "
+            f"which DSPARK needs; use --speculative-algorithm {cfg.speculative_algorithm}."
+        )
+    if mambaish_config(model) is not None and _has_adapters(cfg):
+        # They find a request's states by the width of the widest row, where LoRA takes it for that of every row.
+        raise Refusal(
+            f"--enable-lora asks for narrower rows than the linear-attention layers of --model-path {cfg.model_path} "
+            "can verify under DSPARK; leave LoRA out."
+        )
+
+
 def check_backend(server_args: Any) -> None:
     """Refuse an attention backend that cannot verify rows of different length, or not under LoRA adapters."""
     cfg = resolved_view(server_args)
     prefill, decode = attention_backends_of(cfg)
     used = prefill if cfg.speculative_attention_mode == "prefill" else decode
-    if used == "trtllm_mla" and cfg.enable_lora:
+    if runs_xqa(used):
+        raise Refusal(
+            f"--attention-backend {used} is XQA on this GPU, which cannot verify rows of different length, as DSPARK "
+            "needs; use fa4, or fa3 on sm90."
+        )
+    if used == "trtllm_mla" and _has_adapters(cfg):
         # It wants windows of the widest row, where LoRA takes the window for the width of every row.
         raise Refusal(
             "--attention-backend trtllm_mla cannot verify LoRA batches in rows of changing length, as DSPARK does; "
@@ -118,6 +145,22 @@ def check_backend(server_args: Any) -> None:
                 f"--attention-backend {backend} cannot verify rows of different length, which DSPARK needs; "
                 f"use one of {', '.join(RAGGED_BACKENDS)}."
             )
+
+
+def check_lora_backend(server_args: Any) -> None:
+    """Refuse a LoRA backend that dies of a verify narrower than the graphs, which a shallow step under adapters is."""
+    cfg = resolved_view(server_args)
+    graphs = cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    if graphs and _has_adapters(cfg) and cfg.lora_backend in CAPTURED_WIDTH_LORA:
+        raise Refusal(
+            f"--lora-backend {cfg.lora_backend} wants every verify as wide as the CUDA graphs, and DSPARK's depth "
+            "changes; use csgmv, or give --cuda-graph-backend-decode disabled."
+        )
+
+
+def _has_adapters(cfg: Any) -> bool:
+    """Whether LoRA will be on: after these checks SGLang takes paths alone for the flag."""
+    return bool(cfg.enable_lora or cfg.lora_paths)
 
 
 def _draft(cfg: Any) -> tuple[DraftKind, str]:

@@ -33,6 +33,9 @@ class Requests:
         rows = np.arange(batch)
         return StepBatch(rows, np.ones(batch, np.int64), np.zeros(batch, np.int64), np.ones(batch, bool), 10 * batch)
 
+    def alive(self, batch):
+        return np.ones(len(batch.slots), bool)
+
 
 def scheduling(policy=Policy, agree=lambda batch, plan, warm: (plan, warm), token_ms=0.01, block_ms=0.1):
     it = StepScheduler(16, GAMMA, Estimator(16, GAMMA, NATIVE))
@@ -273,6 +276,28 @@ def test_the_users_verify_mode_is_kept(resolve, pairs, mode, monkeypatch, value)
 def test_what_cannot_verify_ragged_rows_stays_static(resolve, pairs, mode):
     args = resolve("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", draft=pairs.dspark)
     assert not mode.is_set() and "LoRA" in arguments.why_static(args)
+
+
+@pytest.mark.parametrize("gpu, stays", (("sm90", True), ("sm120", True), ("sm100", False)))
+def test_trtllm_mha_stays_static_on_a_gpu_where_it_takes_rows_of_one_length(
+    resolve, pairs, mode, monkeypatch, gpu, stays
+):
+    from sglang.srt.runtime_context import override_platform
+
+    args = resolve(draft=pairs.dspark)
+    monkeypatch.setattr(arguments, "attention_backends_of", lambda args: ("trtllm_mha", "trtllm_mha"))
+    with override_platform(is_sm90=gpu == "sm90", is_sm120=gpu == "sm120"):
+        why = arguments.why_static(args)
+    assert ("--attention-backend trtllm_mha" in why) if stays else why is None
+
+
+def test_a_target_whose_linear_attention_reads_uniform_rows_stays_static(resolve, pairs, mode, tmp_path):
+    hybrid = shutil.copytree(pairs.target, tmp_path / "hybrid")
+    config = json.loads((hybrid / "config.json").read_text())
+    config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    (hybrid / "config.json").write_text(json.dumps(config))
+    args = resolve("--disable-radix-cache", draft=pairs.dspark, target=hybrid)
+    assert not mode.is_set() and "linear attention" in arguments.why_static(args)
 
 
 @pytest.mark.parametrize("missing", ("in the config", "in the weights"))

@@ -1,6 +1,8 @@
 """What cannot work is refused before weights load, in one sentence that names flag, value and remedy."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -25,6 +27,10 @@ REFUSED = {
         ["--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native"],
         "--attention-backend torch_native",
     ),
+    "LoRA backend": (
+        ["--lora-backend", "triton", "--lora-paths", "name=path", "--cuda-graph-backend-decode", "full"],
+        "--lora-backend triton",
+    ),
     "context parallel": (["--attn-cp-size", "2", "--tp-size", "2"], "--attn-cp-size 2"),
     "decode context parallel": (["--dcp-size", "2", "--tp-size", "2"], "--dcp-size 2"),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
@@ -39,19 +45,120 @@ def test_an_option_that_cannot_work_is_refused(resolve, case):
     assert names in refusal(lambda: resolve(*args))
 
 
-@pytest.mark.parametrize(
-    "backend, lora, works", (("trtllm_mla", True, False), ("trtllm_mla", False, True), ("fa3", True, True))
-)
-def test_a_backend_that_wants_windows_of_the_widest_row_is_refused_under_adapters(monkeypatch, backend, lora, works):
-    from sglang_dspark.engine import server_args as ours
+NO_LORA = {"enable_lora": None, "lora_paths": None}
+LORA = ({"enable_lora": True, "lora_paths": None}, {"enable_lora": None, "lora_paths": ["name=path"]})
 
-    cfg = SimpleNamespace(speculative_attention_mode="decode", enable_lora=lora, device="cuda")
-    monkeypatch.setattr(ours, "resolved_view", lambda args: args)
-    monkeypatch.setattr(ours, "attention_backends_of", lambda args: ("fa3", backend))
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The checks of resolved arguments, over fakes that are resolved."""
+    from sglang_dspark.engine import server_args
+
+    monkeypatch.setattr(server_args, "resolved_view", lambda args: args)
+    return server_args
+
+
+def answer(check, cfg, flag, works):
+    """Holds a check to its answer: nothing, or a sentence with the flag and its value."""
     if works:
-        ours.check_backend(cfg)
+        check(cfg)
     else:
-        assert f"--attention-backend {backend}" in refusal(lambda: ours.check_backend(cfg))
+        assert flag in refusal(lambda: check(cfg))
+
+
+@pytest.mark.parametrize(
+    "backend, lora, works",
+    [
+        ("trtllm_mla", LORA[0], False),
+        ("trtllm_mla", LORA[1], False),
+        ("trtllm_mla", NO_LORA, True),
+        ("fa3", LORA[0], True),
+    ],
+)
+def test_a_backend_that_wants_windows_of_the_widest_row_is_refused_under_adapters(
+    ours, monkeypatch, backend, lora, works
+):
+    cfg = SimpleNamespace(speculative_attention_mode="decode", device="cuda", **lora)
+    monkeypatch.setattr(ours, "attention_backends_of", lambda args: ("fa3", backend))
+    answer(ours.check_backend, cfg, f"--attention-backend {backend}", works)
+
+
+@pytest.mark.parametrize(
+    "backend, gpu, works",
+    [
+        ("trtllm_mha", "sm90", False),
+        ("trtllm_mha", "sm120", False),
+        ("trtllm_mha", "sm100", True),
+        ("fa3", "sm90", True),
+    ],
+)
+def test_trtllm_mha_is_refused_on_a_gpu_where_it_takes_rows_of_one_length(ours, monkeypatch, backend, gpu, works):
+    from sglang.srt.runtime_context import override_platform
+
+    cfg = SimpleNamespace(speculative_attention_mode="decode", device="cuda", **NO_LORA)
+    monkeypatch.setattr(ours, "attention_backends_of", lambda args: ("fa3", backend))
+    with override_platform(is_sm90=gpu == "sm90", is_sm120=gpu == "sm120"):
+        answer(ours.check_backend, cfg, f"--attention-backend {backend}", works)
+
+
+@pytest.mark.parametrize(
+    "backend, lora, graphs, works",
+    [
+        ("triton", LORA[0], "full", False),
+        ("triton_v2", LORA[1], "breakable", False),
+        ("csgmv", LORA[0], "full", True),
+        ("triton", LORA[0], "disabled", True),
+        ("triton", NO_LORA, "full", True),
+    ],
+)
+def test_a_lora_backend_that_wants_the_width_of_the_graphs_is_refused_with_them(ours, backend, lora, graphs, works):
+    decode = SimpleNamespace(backend=graphs)
+    cfg = SimpleNamespace(lora_backend=backend, cuda_graph_config=SimpleNamespace(decode=decode), **lora)
+    answer(ours.check_lora_backend, cfg, f"--lora-backend {backend}", works)
+
+
+def linear_attention(name):
+    """SGLang's config of a target by that class, as its own checks are asked about it; "" for one without."""
+    from sglang.srt import configs
+    from transformers import LlamaConfig
+
+    config = getattr(configs, name)() if name else LlamaConfig()
+    return SimpleNamespace(hf_config=config, is_draft_model=False, linear_attn_registry_result=None)
+
+
+@pytest.mark.parametrize(
+    "target, lora, flag",
+    [
+        ("Qwen3NextConfig", NO_LORA, "--model-path its/name"),
+        ("FalconH1Config", NO_LORA, "--model-path its/name"),
+        ("Lfm2Config", NO_LORA, "--model-path its/name"),
+        ("KimiLinearConfig", NO_LORA, None),
+        ("KimiLinearConfig", LORA[0], "--enable-lora"),
+        ("", LORA[0], None),
+    ],
+)
+def test_a_target_whose_linear_attention_reads_uniform_rows_is_refused(ours, monkeypatch, target, lora, flag):
+    cfg = SimpleNamespace(model_path="its/name", speculative_algorithm="EAGLE", **lora)
+    monkeypatch.setattr(ours, "model_config_of", lambda args: linear_attention(target))
+    answer(ours.check_target, cfg, flag, works=flag is None)
+
+
+@pytest.fixture
+def hybrid(pairs, tmp_path):
+    """The tiny target's folder, whose config says that it is a Qwen3-Next: linear attention and a draft of its own."""
+    folder = shutil.copytree(pairs.target, tmp_path / "hybrid")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("draft", ("eagle3", None))
+def test_a_hybrid_target_is_refused_for_what_it_is_whichever_draft_it_has(resolve, pairs, hybrid, draft):
+    given = draft and getattr(pairs, draft)
+    sentence = refusal(lambda: resolve("--disable-radix-cache", draft=given, target=hybrid))
+    assert f"--model-path {hybrid} has linear-attention layers" in sentence
+    assert f"use --speculative-algorithm {'EAGLE3' if draft else 'EAGLE'}." in sentence
 
 
 @pytest.mark.parametrize("misfit", ("misfit_vocab", "misfit_hidden"))

@@ -16,7 +16,9 @@ from unittest import mock
 from safetensors import safe_open
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, resolving_view
+from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_platform
 
 from sglang_dspark.confidence import NATIVE
 from sglang_dspark.config import MAX_STEPS, Refusal, read_options
@@ -119,7 +121,22 @@ def why_static(server_args: Any) -> str | None:
         (envs.SGLANG_DSPARK_STS_COLLECT_PATH.get(), "SGLANG_DSPARK_STS_COLLECT_PATH collects from full rows"),
         (not _has_confidence_head(cfg), "the draft has no confidence head"),
         (backend not in COMPACT_BACKENDS, f"--attention-backend {backend} cannot verify rows of different length"),
+        (runs_xqa(backend), "XQA, which is --attention-backend trtllm_mha on this GPU, wants rows of one length"),
+        (reads_uniform_rows(model_config_of(server_args)), "the target's linear attention reads rows of one length"),
     )
+
+
+def runs_xqa(backend: str) -> bool:
+    """Whether the backend runs XQA, which raises on rows of different length: trtllm_mha does on sm90 and sm120."""
+    return backend == "trtllm_mha" and (get_platform().is_sm90 or get_platform().is_sm120)
+
+
+def reads_uniform_rows(model: Any) -> bool:
+    """Whether a target's linear-attention layers take every row for as long as the verify input is wide.
+
+    All of SGLang's do (GDN, Mamba2, short convolutions, Lightning) but KDA, which alone reads the rows' own lengths.
+    """
+    return mambaish_config(model) is not None and hybrid_kda_config(model) is None
 
 
 def _first(*reasons: tuple[Any, str]) -> str | None:
