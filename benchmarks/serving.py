@@ -1,6 +1,6 @@
 """What a server of each kind delivers at each load: plain, EAGLE3 at fixed depths, SGLang's adaptive mode, DSPARK.
 
-    python -m benchmarks.serving --prompts FOLDER [--sources]
+    python -m benchmarks.serving --prompts FOLDER [--variants]
 
 One server of each kind is started, and all of them stay up, asleep but for one. Within a round each load goes to all
 kinds in turn, in the other order in every second round, so that slow changes of the machine meet all of them alike.
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(draft: Path) -> dict[str, Kind]:
-    """Every kind of server; the last two are DSPARK with worse sources of confidence, see SOURCES."""
+    """Every kind of server; the last three are DSPARK in other ways, see VARIANTS."""
     eagle = ["--speculative-draft-model-path", str(draft)]
 
     def fixed(steps: int, *more: str) -> Kind:
@@ -66,13 +66,15 @@ def kinds_of(draft: Path) -> dict[str, Kind]:
         **{f"eagle3_{steps}": fixed(steps) for steps in (1, 3, 5)},
         "eagle3_adaptive": fixed(3, "--speculative-adaptive"),
         "dspark": Kind(dspark),
+        "dspark_drawn": Kind([*dspark, "--speculative-use-rejection-sampling"]),
         "dspark_estimator": Kind(dspark, {"DSPARK_CONFIDENCE_HEAD": "off"}),
         "dspark_blind": Kind(dspark, {"DSPARK_POLICY": "benchmarks.policies:Blind"}),
     }
 
 
-# In place of the draft's confidence head: the estimator, and nothing but each position's pooled acceptance.
-SOURCES = ("dspark_estimator", "dspark_blind")
+# With drafts drawn for sampled requests; and in place of the draft's confidence head the estimator, or nothing but each
+# position's pooled acceptance.
+VARIANTS = ("dspark_drawn", "dspark_estimator", "dspark_blind")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--modes", nargs="+", default=None, help="a part of the kinds (default all)")
-    parser.add_argument("--sources", action="store_true", help="also DSPARK without head, without confidence")
+    parser.add_argument("--variants", action="store_true", help="also DSPARK with drawn drafts, without head, blind")
     return parser
 
 
@@ -108,7 +110,7 @@ def main() -> None:
     kinds = {
         name: kind
         for name, kind in kinds_of(args.draft).items()
-        if (name in args.modes if args.modes else args.sources or name not in SOURCES)
+        if (name in args.modes if args.modes else args.variants or name not in VARIANTS)
     }
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
     for number in range(args.starts):

@@ -85,6 +85,10 @@ def prepare_depths(worker: Any) -> None:
     draft, gamma = worker.draft_worker, worker.gamma
     draft.keep_depth()
     graphs, taken, eager = _captures(draft), 0.0, []
+    if (extend := draft.depths[gamma].extend_graph) is not None:
+        # All depths' graphs share this buffer, and are captured with rows of the length it holds: gamma + 1 would read
+        # past those of depth 0.
+        extend.buffers.extend_seq_lens.fill_(1)
     for depth in (*range(1, gamma), 0):  # those that schedules choose most first; depth 0 has only an extend
         before = _free(draft) if graphs else 0.0
         graphs = graphs and bool(worker.agreement.first_says(before > LEAST_FREE + 2 * taken))

@@ -132,6 +132,8 @@ class DraftOf:
     def __init__(self, gamma, captures):
         self.gamma, self.captures, self.depths = gamma, captures, {}
         self.draft_runner = SimpleNamespace()
+        # One storage for all depths' graphs; SGLang makes it with the rows of the first, which is gamma.
+        self.buffers = SimpleNamespace(extend_seq_lens=torch.full((4,), gamma + 1))
         self.device, self.gpu_id, self.left = "cuda", 0, 100.0
         self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
         self.at(gamma)
@@ -150,7 +152,8 @@ class DraftOf:
         if self.captures:
             self.left -= 2.0
             self.cuda_graph_runner = f"graph {self.speculative_num_steps}"
-            self.cuda_graph_runner_for_draft_extend = SimpleNamespace(execute=lambda: None)
+            self.cuda_graph_runner_for_draft_extend = SimpleNamespace(execute=lambda: None, buffers=self.buffers)
+            assert self.buffers.extend_seq_lens.max() <= self.speculative_num_draft_tokens
 
     def contexts(self):
         return nullcontext()
