@@ -300,6 +300,14 @@ def test_a_target_whose_linear_attention_reads_uniform_rows_stays_static(resolve
     assert not mode.is_set() and "linear attention" in arguments.why_static(args)
 
 
+def test_a_target_with_positions_of_three_parts_stays_static(resolve, pairs, mode, monkeypatch):
+    args = resolve(draft=pairs.dspark)
+    model = SimpleNamespace(model_is_mrope=True)
+    monkeypatch.setattr(arguments, "model_config_of", lambda _: model)
+    monkeypatch.setattr(arguments, "reads_uniform_rows", lambda _: False)
+    assert "three parts" in arguments.why_static(args)
+
+
 @pytest.mark.parametrize("missing", ("in the config", "in the weights"))
 def test_a_draft_without_a_confidence_head_stays_static(resolve, pairs, mode, tmp_path, missing):
     copy = shutil.copytree(pairs.dspark, tmp_path / "draft")

@@ -107,7 +107,7 @@ def why_not_scheduled(server_args: Any) -> str | None:
 
 def why_static(server_args: Any) -> str | None:
     """What SGLang 0.5.23 refuses, or does wrong, with rows of different length."""
-    cfg = resolving_view(server_args)
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
     prefill, decode = attention_backends_of(resolved_view(server_args))
     backend = prefill if cfg.speculative_attention_mode == "prefill" else decode
     return _first(
@@ -122,7 +122,8 @@ def why_static(server_args: Any) -> str | None:
         (not _has_confidence_head(cfg), "the draft has no confidence head"),
         (backend not in COMPACT_BACKENDS, f"--attention-backend {backend} cannot verify rows of different length"),
         (runs_xqa(backend), "XQA, which is --attention-backend trtllm_mha on this GPU, wants rows of one length"),
-        (reads_uniform_rows(model_config_of(server_args)), "the target's linear attention reads rows of one length"),
+        (reads_uniform_rows(model), "the target's linear attention reads rows of one length"),
+        (model.model_is_mrope, "positions of three parts are made for rows of one length"),
     )
 
 
