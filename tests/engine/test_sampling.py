@@ -28,7 +28,11 @@ FILTERS = (
 )
 
 
-@pytest.fixture(scope="module", params=("argmax", "sampled", "sampled from a part of the vocabulary"))
+# Draws from a part of the vocabulary go through all that draws from the whole do.
+RULES = ("argmax", "sampled from a part of the vocabulary", pytest.param("sampled", marks=LONG))
+
+
+@pytest.fixture(scope="module", params=RULES)
 def switch(request, pairs, tmp_path_factory):
     """One server for each draft rule, under the Switch policy."""
     rule = () if request.param == "argmax" else REJECTION
