@@ -24,30 +24,9 @@ from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepScheduler
 from tests.engine.pretend_device import DEVICE, Event, Waited, Watch, on_device, plain
+from tests.pretend_request import Request
 
 GAMMA, SLOTS, VOCAB, HIDDEN, REQUESTS = 4, 12, 32, 8, 5
-
-
-class Request:
-    """What RequestTable reads of an SGLang request."""
-
-    def __init__(self, slot):
-        self.kv = SimpleNamespace(req_pool_idx=slot)
-        self.grammar = self.custom_logit_processor = self.lora_id = None
-        self.is_retracted = False
-        self.origin_input_ids, self.output_ids = [1, 2], [1]
-        self.sampling_params = SimpleNamespace(
-            top_k=1,
-            logit_bias=None,
-            frequency_penalty=0,
-            presence_penalty=0,
-            repetition_penalty=1.0,
-            min_new_tokens=0,
-            max_new_tokens=1 + slot,  # so that some are about to end, and what they cannot give is masked
-        )
-
-    def finished(self):
-        return False
 
 
 def fill_by_reference(confidence, remap, prior, budget, depth, lens, indptr):
@@ -200,7 +179,8 @@ def batch_of():
     return SimpleNamespace(
         forward_mode=mode,
         is_extend_in_batch=False,
-        reqs=[Request(int(slot)) for slot in slots],
+        # Some are about to end, and what they cannot give is masked.
+        reqs=[Request(int(slot), most=1 + int(slot)) for slot in slots],
         req_pool_indices=on_device(torch.from_numpy(slots)),
         seq_lens=on_device(torch.full((REQUESTS,), 20)),
         seq_lens_sum=None,

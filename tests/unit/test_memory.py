@@ -20,6 +20,7 @@ from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.observe.metrics import StepMetrics
 from sglang_dspark.observe.trace import record_type
+from tests.pretend_request import Request
 
 DOC = (Path(__file__).parents[2] / "docs/memory.md").read_text()
 SIZES = [(256, 1), (256, 7), (1024, 16)]
@@ -71,26 +72,7 @@ def test_history_and_estimates(slots, gamma, source):
 
 def test_a_table_of_requests_through_many_generations():
     slots = 1024
-    requests = [
-        [
-            SimpleNamespaceWithWeakref(
-                kv=SimpleNamespace(req_pool_idx=slot), grammar=None, custom_logit_processor=None, output_ids=[]
-            )
-            for slot in range(slots)
-        ]
-        for _ in range(3)
-    ]
-    params = SimpleNamespace(
-        logit_bias=None,
-        frequency_penalty=0,
-        presence_penalty=0,
-        repetition_penalty=1.0,
-        min_new_tokens=0,
-        max_new_tokens=16,
-        top_k=1,
-    )
-    for request in (request for generation in requests for request in generation):
-        request.sampling_params = params
+    requests = [[Request(slot) for slot in range(slots)] for _ in range(3)]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     table = RequestTable(slots)
@@ -100,10 +82,6 @@ def test_a_table_of_requests_through_many_generations():
     tracemalloc.stop()
     bound = stated("requests", S=slots)
     assert 0.6 * bound <= grown <= bound + 4096
-
-
-class SimpleNamespaceWithWeakref(SimpleNamespace):
-    """As a request is, something that a weak reference can point to."""
 
 
 @each_size

@@ -7,28 +7,7 @@ import torch
 
 from sglang_dspark.engine.requests import RequestTable
 from sglang_dspark.engine.scheduler import StepScheduler
-
-
-class Request:
-    """What the table reads of one."""
-
-    def __init__(self, slot, prompt=4, said=1):
-        self.kv = SimpleNamespace(req_pool_idx=slot)
-        self.grammar = self.custom_logit_processor = self.lora_id = None
-        self.is_retracted = self.ended = False
-        self.origin_input_ids, self.output_ids = [1] * prompt, [1] * said
-        self.sampling_params = SimpleNamespace(
-            top_k=1,
-            logit_bias=None,
-            frequency_penalty=0,
-            presence_penalty=0,
-            repetition_penalty=1.0,
-            min_new_tokens=0,
-            max_new_tokens=8,
-        )
-
-    def finished(self):
-        return self.ended
+from tests.pretend_request import Request
 
 
 def batch_of(*requests, total=None, lens=None):
