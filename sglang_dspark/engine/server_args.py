@@ -27,7 +27,8 @@ from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.confidence_head import check_head, find_head
 from sglang_dspark.engine.deployment import cost_key
 from sglang_dspark.engine.draft_kind import FLAG, DraftKind, check_fit, classify
-from sglang_dspark.engine.native.arguments import forget_mode, reads_uniform_rows, runs_xqa
+from sglang_dspark.engine.native.arguments import forget_mode
+from sglang_dspark.engine.ragged_support import reads_uniform_rows, runs_xqa
 from sglang_dspark.engine.step_cost import check_files
 
 logger = logging.getLogger(__name__)

@@ -16,14 +16,13 @@ from unittest import mock
 from safetensors import safe_open
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, resolving_view
-from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_platform
 
 from sglang_dspark.confidence import NATIVE
 from sglang_dspark.config import MAX_STEPS, Refusal, read_options
 from sglang_dspark.engine.calibration import temperatures
 from sglang_dspark.engine.deployment import cost_key
+from sglang_dspark.engine.ragged_support import reads_uniform_rows, runs_xqa
 from sglang_dspark.engine.step_cost import check_files
 
 logger = logging.getLogger(__name__)
@@ -125,19 +124,6 @@ def why_static(server_args: Any) -> str | None:
         (reads_uniform_rows(model), "the target's linear attention reads rows of one length"),
         (model.model_is_mrope, "positions of three parts are made for rows of one length"),
     )
-
-
-def runs_xqa(backend: str) -> bool:
-    """Whether the backend runs XQA, which raises on rows of different length: trtllm_mha does on sm90 and sm120."""
-    return backend == "trtllm_mha" and (get_platform().is_sm90 or get_platform().is_sm120)
-
-
-def reads_uniform_rows(model: Any) -> bool:
-    """Whether a target's linear-attention layers take every row for as long as the verify input is wide.
-
-    All of SGLang's do (GDN, Mamba2, short convolutions, Lightning) but KDA, which alone reads the rows' own lengths.
-    """
-    return mambaish_config(model) is not None and hybrid_kda_config(model) is None
 
 
 def _first(*reasons: tuple[Any, str]) -> str | None:
