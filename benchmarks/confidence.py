@@ -38,6 +38,7 @@ LONGEST = 1024  # prompt tokens; a longer one measures prefill
 WARM_UP = 200  # steps that the estimator learns from before it is judged, all domains together
 LEAST = 100  # a position with fewer rows is left out: its figures would be noise
 WINDOW = 50  # steps of a point of the calibration error over time
+RESAMPLES = 200  # of the requests, for the standard errors
 
 
 class Step(NamedTuple):
@@ -257,8 +258,8 @@ def figures(records: NDArray[Any], said: dict[str, NDArray[np.float64]]) -> dict
 
 
 def position_figures(confidence: NDArray[np.float64], records: NDArray[Any], k: int) -> dict[str, float] | None:
-    """AUC and calibration error of survival to position k (from 0), of the rows that verified it, and of its
-    acceptance, of those that reached it; None with too few of these."""
+    """AUC (with its standard error) and calibration error of survival to position k (from 0), of the rows that verified
+    it, and of its acceptance, of those that reached it; None with too few of these."""
     verified = records["verified"] > k
     accepted = records["accepted"][verified]
     survival, own = confidence[verified, : k + 1].prod(axis=1), confidence[verified, k]
@@ -269,10 +270,19 @@ def position_figures(confidence: NDArray[np.float64], records: NDArray[Any], k: 
         "rows": int(verified.sum()),
         "reached": int(reached.sum()),
         "auc": round(auc(survival, accepted > k), 4),
+        "auc_error": round(auc_error(survival, accepted > k, records["request"][verified]), 4),
         "ece": round(calibration_error(survival, accepted > k), 4),
         "auc_accepted": round(auc(own[reached], accepted[reached] > k), 4),
         "ece_accepted": round(calibration_error(own[reached], accepted[reached] > k), 4),
     }
+
+
+def auc_error(confidence: NDArray[np.float64], outcome: NDArray[np.bool_], request: NDArray[np.int64]) -> float:
+    """Standard error of the AUC, by resampling requests: rows of one answer are not independent."""
+    names, at = np.unique(request, return_inverse=True)
+    draws = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
+    weights = (np.bincount(draw, minlength=len(names))[at] for draw in draws)
+    return float(np.nanstd([auc(confidence, outcome, weight) for weight in weights]))
 
 
 def switch(trace: Trace, domains: dict[str, list[Step]]) -> dict[str, Any]:
@@ -304,12 +314,17 @@ def switch(trace: Trace, domains: dict[str, list[Step]]) -> dict[str, Any]:
     return series
 
 
+def _figure(row: dict[str, float], name: str) -> str:
+    return f"({row[name]:.3f})" if name in ("auc_error", "ece_accepted") else f"{row[name]:.3f}"
+
+
 def show(result: dict[str, Any]) -> None:
-    """Three tables on stderr: AUC, calibration error, and calibration error over a change of domain."""
+    """Tables on stderr: AUC, calibration error, and calibration error over a change of domain."""
     console = Console(stderr=True, width=160)
     labels = list(result["domains"]["all"][RULES[0]][0])[2:]
-    for title, of_survival, of_acceptance in (
-        ("AUC of survival; in brackets, of acceptance given reached", "auc", "auc_accepted"),
+    for title, *figures_of in (
+        ("AUC of survival; in brackets its standard error", "auc", "auc_error"),
+        ("AUC of acceptance given reached", "auc_accepted"),
         ("Calibration error of survival; in brackets, of acceptance given reached", "ece", "ece_accepted"),
     ):
         table = Table(title=title)
@@ -321,7 +336,7 @@ def show(result: dict[str, Any]) -> None:
                     if row:
                         table.add_row(
                             *(domain, rule, str(k + 1), str(row["rows"]), str(row["reached"])),
-                            *(f"{row[label][of_survival]:.3f} ({row[label][of_acceptance]:.3f})" for label in labels),
+                            *(" ".join(_figure(row[label], name) for name in figures_of) for label in labels),
                         )
         console.print(table)
     table = Table(title=f"Calibration error of acceptance by {WINDOW} steps, domains one after the other from cold")

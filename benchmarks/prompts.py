@@ -27,9 +27,15 @@ def tokenise(texts: list[str], target: Path) -> tuple[list[list[int]], Any]:
 
 
 def choose(prompts: list[Prompt], left_out: float, limit: int) -> list[Prompt]:
-    """At most ``limit`` prompts of each domain, of those that the training's rule left out (seed 0)."""
+    """At most ``limit`` prompts of each domain, of those that the training's rule left out (seed 0).
+
+    Raises:
+        SystemExit: there is none, in one sentence.
+    """
     found: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         if left_out >= 1 or is_left_out(prompt.text, left_out, 0):
             found[prompt.domain].append(prompt)
+    if not found:
+        raise SystemExit(f"None of the {len(prompts)} prompts is among the {left_out} left out; give --prompts more.")
     return [prompt for rows in found.values() for prompt in rows[:: max(len(rows) // limit, 1)][:limit]]

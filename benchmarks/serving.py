@@ -107,6 +107,8 @@ def main() -> None:
     args = build_parser().parse_args()
     console = Console(stderr=True)
     ids = prompt_ids(args, max(args.users))
+    if len(ids) < max(args.users):
+        console.print(f"{len(ids)} prompts: of {max(args.users)} users the later ones find theirs in the prefix cache.")
     kinds = {
         name: kind
         for name, kind in kinds_of(args.draft).items()

@@ -11,8 +11,8 @@ from sglang_dspark.cost.table import CostTable
 Ints = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
-# Curves are rebuilt once a correction has moved by half a percent, not each step: far below what a timing can resolve.
-_REBUILD = 0.005
+# Curves are rebuilt once a correction has moved by one percent, not each step: less than what a timing can resolve.
+_REBUILD = 0.01
 
 
 def at_tier(table: CostTable, tokens: Ints) -> Ints:
@@ -98,7 +98,7 @@ class CostModel:
 
     def observe(self, tokens: int, predicted: float, realised: float) -> None:
         """Learns from a step: tokens of its target forward (prefill too), seconds planned and real."""
-        self.correction.observe(tokens, predicted, realised)
+        self.correction.observe(int(at_tier(self.table, np.asarray(tokens))), predicted, realised)
 
     def _offsets(self, requests: int, kv_tokens: int, depth: Ints) -> Seconds:
         """Everything that does not depend on the tokens verified, for each depth."""

@@ -18,7 +18,8 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         self._copies = [_send(tensor) for tensor in tensors]
-        self._sent = None if tensors[0].is_cpu else torch.get_device_module(tensors[0].device).Event()
+        devices = [tensor.device for tensor in tensors if not tensor.is_cpu]
+        self._sent = torch.get_device_module(devices[0]).Event() if devices else None
         if self._sent is not None:
             self._sent.record()
 

@@ -198,18 +198,21 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
     @staticmethod
     def take_outcome(worker: Any, result: Any, batch: Any) -> None:
         """SGLang has a step's outcome on the host and is about to give it out: learn from it."""
-        sent = getattr(result, "dspark_step", None)
-        if isinstance(worker, DSparkWorker) and sent is not None:
+        if isinstance(worker, DSparkWorker) and hasattr(result, "dspark_step"):
+            sent = result.dspark_step
             settled = worker.faults.run("learning", lambda: worker._settle(sent, result), lambda: None)
             if settled is not None:
                 worker.reports.settled(settled)
 
-    def _settle(self, sent: Launched, result: Any) -> Settled:
-        accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
+    def _settle(self, sent: Launched | None, result: Any) -> Settled | None:
+        """sent: None for a step of which nothing can be learnt; that it arrived counts for those after it."""
         on_host = str(self.device).startswith("cpu")
         seconds = None if on_host else self.clock.arrives(time.perf_counter())
+        if sent is None:
+            return None
         if seconds is not None:
             self._timed(sent, seconds)
+        accepted = result.accept_lens.numpy().astype(np.int64) - result.num_non_draft_tokens_per_req
         verified = result.cap_lens.numpy().astype(np.int64) - 1
         return self.scheduler.settle(sent, accepted, verified, self.requests.alive(sent.batch))
 

@@ -13,8 +13,10 @@ OTHER_LOAD = 0.25
 class DraftRest:
     """Whether the step keeps the draft model warm (its extend runs, so the next step can draft) or lets it rest.
 
-    A resting draft misses the tokens of the rest in its KV; it may draft worse for requests that lived through one, and
-    stays exact, as any draft does. Memory: a few numbers.
+    A resting draft misses the tokens of the rest in its KV; it may draft worse for requests that lived through one, or
+    that find its text in the prefix cache, and stays exact, as any draft does. Prompts never miss: their pass through
+    the draft is not left out in a rest, since drafts without it lose much (SmolLM2, greedy: 1.85 tokens a step in place
+    of 2.10) and a cached prompt is shared for long. Memory: a few numbers.
     """
 
     def __init__(self) -> None:

@@ -238,6 +238,41 @@ def test_a_step_is_planned_drafted_allocated_and_sent_without_waiting_for_the_de
     assert (known >= 0).all()
 
 
+@pytest.mark.parametrize("drafts", (True, False), ids=("drafted", "no draft"))
+def test_a_native_step_is_learnt_from_without_waiting_for_what_was_launched_since(device, drafts):
+    from tests.engine.test_native_parts import GAMMA as BLOCK
+    from tests.engine.test_native_parts import scheduling
+
+    it, ends = scheduling(token_ms=0.01 if drafts else 100.0), []
+    with Watch():
+        for _ in range(2):
+            it.begin(3)
+            if it.plan.depth:
+                block = torch.zeros(3, BLOCK)
+                it.drafted(on_device(block), on_device(block.long()))
+            it.verifies(on_device(plain(it.lens(it.plan.budget))))
+            it.sent(3, None)
+            ends.append(Event.recorded)
+        assert (it.plan.depth > 0) == drafts
+        Event.passed = ends[0]
+        it.outcome(np.zeros(3, np.int64), None)
+        assert it.faults.counts == {} and it.scheduler.counters["steps"] == 1
+        with pytest.raises(Waited):  # the second is not over
+            it.outcome(np.zeros(3, np.int64), None)
+
+
+def test_a_step_that_left_nothing_to_learn_from_still_counts_as_arrived(device):
+    """Else every later outcome would be timed as of the step before it, for as long as the server lives."""
+    worker, batch = worker_of(PLANS), batch_of()
+    launched = worker.scheduler.launched
+    worker.scheduler.launched = lambda *_: 1 / 0
+    settle(worker, batch, *run(worker, batch))
+    worker.scheduler.launched = launched
+    assert worker.faults.counts == {"history": 1} and "steps" not in worker.scheduler.counters
+    run(worker, batch)
+    assert len(worker.clock._launched) == 1
+
+
 def test_the_watch_sees_a_step_that_waits(device):
     for spoil in (
         lambda worker, batch: batch.seq_lens.max().item(),

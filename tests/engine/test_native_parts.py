@@ -140,6 +140,73 @@ def test_an_outcome_that_fits_no_step_is_a_fault_and_nothing_is_learnt_of_it():
     assert it.faults.counts == {"learning": 1} and "steps" not in it.scheduler.counters
 
 
+def test_after_a_fault_every_outcome_still_belongs_to_its_own_step(monkeypatch):
+    it, settled = scheduling(), []
+    it.forced = 1.0
+    settle = it.scheduler.settle
+
+    def broken_once(sent, *rest):
+        settled.append(len(sent.batch.slots))
+        return 1 / 0 if len(settled) == 1 else settle(sent, *rest)
+
+    monkeypatch.setattr(it.scheduler, "settle", broken_once)
+    sizes = [3, 2, 2, 3, 1]
+    for at, requests in enumerate(sizes):
+        it.begin(requests)
+        it.drafted(torch.zeros(requests, GAMMA), torch.zeros(requests, GAMMA, dtype=torch.long))
+        it.verifies(it.lens(it.plan.budget))
+        it.sent(requests * (1 + GAMMA), None)
+        if at:  # as with overlap, the outcome of the step before
+            it.outcome(np.zeros(sizes[at - 1], np.int64), None)
+    assert settled == sizes[:-1] and it.faults.counts == {"learning": 1}
+    assert it.scheduler.counters["requests"] == sum(sizes[1:-1])
+
+
+def test_a_step_is_noted_as_it_was_when_it_was_sent():
+    """Its recent acceptance and its number, whatever is learnt and planned before its outcome comes."""
+    it = scheduling()
+    it.forced, seen = 1.0, []
+    observe = it.scheduler.estimator.observe
+    it.scheduler.estimator.observe = lambda shown, recent, *rest: seen.append(recent) or observe(shown, recent, *rest)
+    expected = []
+    for at in range(6):
+        it.begin(2)
+        expected.append(it.scheduler.estimator.recent(it._batch.rows).copy())
+        it.drafted(torch.zeros(2, GAMMA), torch.zeros(2, GAMMA, dtype=torch.long))
+        it.verifies(it.lens(it.plan.budget))
+        it.sent(2 * (1 + GAMMA), None)
+        if at:
+            it.outcome(np.array([GAMMA, 0]), None)
+    assert len(np.unique(np.stack(expected)[:, 0])) > 2
+    assert np.array_equal(np.stack(seen), np.stack(expected[:-1]))
+
+
+@pytest.mark.parametrize(
+    "slots, tokens, requests, depth, budget",
+    [
+        (8, 64, 8, GAMMA, 8 * GAMMA),  # everything fits
+        (8, 20, 8, GAMMA, 12),  # as much as the last tier holds
+        (8, 8, 8, 0, 0),  # which is nothing
+        (4, 64, 8, GAMMA, 8 * GAMMA),  # no slots: SGLang verifies everything, and so the step drafts
+        (None, None, 8, GAMMA, 8 * GAMMA),  # no graphs
+    ],
+)
+@pytest.mark.parametrize("pays", (True, False))
+def test_a_plan_stays_within_the_captured_graphs(slots, tokens, requests, depth, budget, pays):
+    planner = NativePlanner.__new__(NativePlanner)
+    graphs = SimpleNamespace(ragged_verify_mode=True, capture_num_tokens=[8, tokens], max_bs=slots)
+    planner.model_runner = SimpleNamespace(decode_cuda_graph_runner=None if tokens is None else graphs)
+    it = scheduling(token_ms=0.001 if pays else 100.0)
+    it.room = planner.room
+    it.begin(requests)
+    everything = slots is not None and requests > slots
+    if pays or everything:
+        assert (it.plan.depth, it.plan.budget) == (depth, budget)
+        assert math.isnan(it.plan.step_time) == (everything or budget < requests * GAMMA)
+    else:
+        assert it.plan.depth == 0 and it.plan.step_time > 0
+
+
 class Broken(Policy):
     def plan(self, batch, first_shown):
         raise RuntimeError("planted")
@@ -198,15 +265,12 @@ def test_what_the_draft_showed_outlives_the_storage_of_a_captured_graph():
     assert it._shown[..., 0].tolist() == [[1.0] * GAMMA] * 2
 
 
-@pytest.mark.parametrize(
-    "asked, overlap, lag", [(None, True, 1), (2, True, 1), (4, True, 3), (3, False, 3), (1, True, 1)]
-)
-def test_the_users_lag_is_kept(monkeypatch, asked, overlap, lag):
+@pytest.mark.parametrize("asked, lag", [(None, 1), (2, 2), (4, 4), (1, 1), (0, 1)])
+def test_the_users_lag_is_kept(monkeypatch, asked, lag):
     from sglang_dspark.engine.native import planner
 
     name = "SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS"
     monkeypatch.delenv(name, raising=False) if asked is None else monkeypatch.setenv(name, str(asked))
-    monkeypatch.setattr(planner, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=not overlap))
     assert planner.history_lag() == lag
 
 

@@ -39,6 +39,19 @@ def test_the_clock_leaves_out_a_step_behind_a_prefill():
     assert clock.arrives(10.0) == 1.0
 
 
+def test_an_outcome_taken_after_a_prefills_launch_is_as_late_as_the_host_was_busy():
+    clock = StepClock()
+    clock.starts(0.0)
+    clock.starts(0.1)
+    clock.arrives(1.0)
+    clock.interrupted()  # launched before the outcome of the second step is taken, as overlap does it
+    assert clock.arrives(7.0) is None
+    clock.starts(7.1)
+    assert clock.arrives(8.0) is None  # the prefill is in this one
+    clock.starts(8.1)
+    assert clock.arrives(9.0) == 1.0
+
+
 def test_on_a_cpu_the_hosts_work_before_a_step_counts_and_a_wait_does_not():
     clock = StepClock()
     clock.starts(0.0)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.confidence import WARM_UP, Calibrated, Replay, judge, split, switch
+from benchmarks import confidence
+from benchmarks.confidence import WARM_UP, Calibrated, Replay, auc_error, judge, split, switch
 from sglang_dspark.confidence import FEATURES, HEAD, RULES
-from sglang_dspark.confidence.reliability import calibration_error
+from sglang_dspark.confidence.reliability import auc, calibration_error
 from sglang_dspark.observe import TraceWriter, read_trace
 
 GAMMA, REQUESTS, STEPS = 3, 32, 150
@@ -34,7 +35,22 @@ def trace(request, tmp_path_factory):
     return read_trace(path)
 
 
-def test_sources_are_ranked_as_they_deserve(trace):
+@pytest.mark.parametrize("alike", [1, 8], ids=["rows apart", "eight rows an answer, all alike"])
+def test_the_error_of_an_auc_is_how_far_repeats_lie_apart(alike):
+    rng = np.random.default_rng(1)
+
+    def repeat():
+        chance = rng.random(60)
+        return np.repeat(chance, alike), np.repeat(rng.random(60) < chance, alike)
+
+    repeats = [repeat() for _ in range(100)]
+    answers = np.repeat(np.arange(60), alike)
+    said = np.mean([auc_error(*each, answers) for each in repeats[:10]])
+    assert said == pytest.approx(np.std([auc(*each) for each in repeats]), rel=0.25)
+
+
+def test_sources_are_ranked_as_they_deserve(trace, monkeypatch):
+    monkeypatch.setattr(confidence, "RESAMPLES", 2)
     result = judge(trace, split(trace, DOMAINS))
     learnt = f"estimator after {WARM_UP} steps"
     assert set(result) == {"all", *DOMAINS}

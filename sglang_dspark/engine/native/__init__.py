@@ -7,9 +7,10 @@ On CUDA (read from SGLang 0.5.23, run on a CPU only):
 
 - The budget is on the host before the step drafts, and with it the graph tier of the verify; the lengths are made on
   the device by one launch (kernels.allocate) and stay there: SGLang builds its layout from them without reading them.
-  Between plan and launch nothing waits for the device. The copies of an outcome (logits, confidence, lengths: R x
-  (2 gamma + 1) numbers) are made once SGLang has the step's result on the host, and wait for nothing else.
-- The budget fills tiers: the cost table has the captured token counts, and the planner knows where a stair ends.
+  Between plan and launch nothing waits for the device. What an outcome is learnt from (logits, confidence, lengths: R x
+  (2 gamma + 1) numbers) is copied behind the step, on its stream, and read once SGLang has the result on the host.
+- The budget fills tiers: the cost table has the captured token counts, and the planner knows where a stair ends. It is
+  cut to the last one; more requests than the graphs have slots are verified whole, as without this package.
 - A step without a draft replays the target's graph at the tier of one token a request and accepts in eager mode, as
   SGLang's own steps do whose draft came from no graph.
 - SGLang's relay of confidences, whose arrival each rank asks for itself, decides nothing; the plan goes from the first

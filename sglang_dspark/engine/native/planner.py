@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from sglang.kernels.ops.speculative.dspark.dspark_schedule import compute_sort_survival
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_schedule
-from sglang.srt.speculative.dspark_components.dspark_planner import DSparkVerifyPlanner, VerifyBudgetDecision
+from sglang.srt.speculative.dspark_components.dspark_planner import (
+    DSparkVerifyPlanner,
+    VerifyBudgetDecision,
+    ragged_capture_max_slots,
+    ragged_capture_num_tokens,
+)
 from sglang.srt.speculative.dspark_components.dspark_sps import SpsCostTable, is_uninitialized_sps_table
 from sglang.srt.speculative.dspark_components.dspark_sts import DSparkStsCalibration
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -36,6 +40,15 @@ class NativePlanner(DSparkVerifyPlanner):
         """Nothing to be done by SGLang's scheduler before the step: no budget comes from its relay of confidences,
         which may have arrived on one rank and not on another."""
         return None
+
+    def room(self, requests: int) -> int | None:
+        """Draft tokens of so many requests that fit into the captured graphs, below 0 where not even the requests do;
+        None where there are no graphs. Past that SGLang gives up rows of different length and verifies everything."""
+        tokens = ragged_capture_num_tokens(model_runner=self.model_runner)
+        slots = ragged_capture_max_slots(model_runner=self.model_runner)
+        if tokens is None:
+            return None
+        return -1 if slots is not None and requests > slots else tokens[-1] - requests
 
     def resolve_verify_token_budget(self, **_: Any) -> int:
         """The plan's budget, draft tokens of all requests together."""
@@ -71,14 +84,10 @@ class NativePlanner(DSparkVerifyPlanner):
 
 
 def history_lag() -> int:
-    """How many steps old the confidence is that plans are made from, as the history counts them.
-
-    An outcome comes one step later with overlap; where the user asks SGLang for more (2 is its default), it is more.
-    """
+    """How many steps old the confidence is that plans are made from, at least: as many as the user asks SGLang for, and
+    otherwise what has come, which is of one step before, with overlap of two."""
     lag = envs.SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS
-    if not lag.is_set():
-        return 1
-    return max(int(lag.get()) - int(not get_schedule().disable_overlap_schedule), 1)
+    return max(int(lag.get()), 1) if lag.is_set() else 1
 
 
 def without_table(table: Any) -> Any:

@@ -5,14 +5,17 @@ context is written from the target's hidden states after every verify, never by 
 costs the next one nothing, and nothing has to be kept warm.
 
 The same code runs with and without overlap, on a CPU and on a GPU. Nothing is read from the device before the step's
-outcome is on the host; then what belongs to the step has been computed long since. So with overlap a plan knows the
-confidence of two steps before, without of one.
+outcome is on the host. The copies are under way by then: they are sent with the step, on the stream that computes it.
+Sent later they would stand, on SGLang's schedule stream, behind what was launched meanwhile. So with overlap a plan
+knows the confidence of two steps before, without of one.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,24 +27,19 @@ from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.faults import Faults
 from sglang_dspark.engine.metrics import Reports
 from sglang_dspark.engine.policy import Policy
+from sglang_dspark.engine.relay import HostCopy
 from sglang_dspark.engine.requests import RequestTable
-from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
+from sglang_dspark.engine.scheduler import Launched, StepBatch, StepScheduler
 from sglang_dspark.schedule import Plan
 from sglang_dspark.schedule.budget import Mode
 
 
 class _Sent(NamedTuple):
-    """A step whose outcome is not on the host yet; tensors where they were computed."""
+    """A step whose outcome is not on the host yet."""
 
-    batch: StepBatch
-    plan: Plan
-    shown: Tensor
-    """[R, gamma, 1] the confidence head's logit; [R, 0, 1] without a draft."""
-    confidence: Tensor
-    """[R, gamma]"""
-    lens: Tensor
+    launched: Launched
+    lens: HostCopy
     """[R] int32, 1 + draft tokens verified."""
-    tokens: int
     seconds: float | None
 
 
@@ -59,16 +57,21 @@ class NativeScheduling:
         faults: Faults,
         reports: Reports,
         agreement: Agreement,
+        room: Callable[[int], int | None] = lambda requests: None,
     ) -> None:
-        """agreement: of the tensor-parallel ranks, on the first one's plans."""
+        """agreement: of the tensor-parallel ranks, on the first one's plans.
+
+        room: how many draft tokens of so many requests can be verified in rows of different length; None: any.
+        """
         self.requests, self.scheduler, self.policy = requests, scheduler, policy
-        self.faults, self.reports, self.agreement = faults, reports, agreement
+        self.faults, self.reports, self.agreement, self.room = faults, reports, agreement, room
         self.gamma = scheduler.gamma
         self.forced: float | None = None
         """Share of what is drafted to verify, in place of a plan's; None: plans decide."""
         self.plan = scheduler.verify_all(0)
         self._batch: StepBatch | None = None
-        self._waiting: deque[_Sent] = deque()
+        self._waiting: deque[_Sent | None] = deque()
+        """One for each step whose outcome will come; None: of which nothing can be learnt."""
 
     # -- a step, in this order -------------------------------------------------------------------------------------
 
@@ -80,13 +83,24 @@ class NativeScheduling:
         mine = self.faults.run(
             "plan", lambda: self.policy.plan(described, None), lambda: self.scheduler.verify_all(requests)
         )
-        self.plan, _ = self.agreement.plan(described, block_plan(mine, requests, self.gamma, self.forced), True)
+        block = block_plan(mine, requests, self.gamma, self.forced)
+        self.plan, _ = self.agreement.plan(described, self._within_room(block, requests), True)
         self._shown = torch.zeros(requests, 0, 1)
         self._confidence = torch.zeros(requests, self.gamma)
         self._tokens = self._shown.new_zeros(requests, 0, dtype=torch.long)
         self._lens = torch.ones(requests, dtype=torch.int32)
         rests = not (self.plan.depth or self.scheduler.warm)
         self.reports.planned(self.plan, rests, time.perf_counter() - start, self.scheduler.guard)
+
+    def _within_room(self, plan: Plan, requests: int) -> Plan:
+        """The plan cut to the room there is, and without its prediction; where there is none at all, everything."""
+        room = self.room(requests)
+        if self.forced is not None or room is None or plan.budget <= room:
+            return plan
+        if room < 0:
+            return self.scheduler.verify_all(requests)  # what SGLang does then, whatever was planned
+        cut = block_plan(plan._replace(budget=room), requests, self.gamma)
+        return cut._replace(tau=nan, step_time=nan, theta=nan)
 
     def drafted(self, logits: Tensor, tokens: Tensor) -> None:
         """The step's draft: logits of the confidence head, known before a token was drawn, and tokens, [R, gamma].
@@ -125,34 +139,34 @@ class NativeScheduling:
 
     def sent(self, tokens: int, seconds: float | None) -> None:
         """The step is under way. tokens: given to the target. seconds: it took; None where the host cannot tell yet."""
+        self._waiting.append(self.faults.run("history", lambda: self._send(tokens, seconds), lambda: None))
+
+    def _send(self, tokens: int, seconds: float | None) -> _Sent:
         assert self._batch is not None
-        self._waiting.append(_Sent(self._batch, self.plan, self._shown, self._confidence, self._lens, tokens, seconds))
+        launched = self.scheduler.launched(self._batch, self.plan, self._shown, self._confidence, tokens)
+        return _Sent(launched, HostCopy(self._lens), seconds)
 
     # -- its outcome -----------------------------------------------------------------------------------------------
 
     def outcome(self, accepted: NDArray[np.int64], seconds: float | None) -> None:
         """Learn from the oldest step whose outcome has not come: accepted draft tokens [R], bonus excluded.
 
-        seconds: the step took, where it was not known when it was sent.
+        seconds: the step took, where it was not known when it was sent. A fault costs what this step would have taught:
+        the outcomes of the steps behind it come all the same.
         """
-        self.faults.run("learning", lambda: self._learn(accepted, seconds), self.forget)
-
-    def forget(self) -> None:
-        """Drop the steps whose outcome has not come."""
-        self._waiting.clear()
+        self.faults.run("learning", lambda: self._learn(accepted, seconds), lambda: None)
 
     def _learn(self, accepted: NDArray[np.int64], seconds: float | None) -> None:
-        if not self._waiting:
+        step = self._waiting.popleft() if self._waiting else None
+        if step is None:
             return
-        step = self._waiting.popleft()
-        if len(step.batch.slots) != len(accepted):
-            raise ValueError(f"an outcome of {len(accepted)} requests for a step of {len(step.batch.slots)}")
-        plan, tokens, took = step.plan, step.tokens, step.seconds if seconds is None else seconds
-        sent = self.scheduler.launched(step.batch, plan, step.shown, step.confidence, tokens)
+        sent, took = step.launched, step.seconds if seconds is None else seconds
+        if len(sent.batch.slots) != len(accepted):
+            raise ValueError(f"an outcome of {len(accepted)} requests for a step of {len(sent.batch.slots)}")
         if took is not None and self.scheduler.timed(sent, took):
-            self.reports.timed(plan, took)
-        verified = step.lens.cpu().numpy().astype(np.int64) - 1
-        self.reports.settled(self.scheduler.settle(sent, accepted, verified, self.requests.alive(step.batch)))
+            self.reports.timed(sent.plan, took)
+        verified = step.lens.read()[0].astype(np.int64) - 1
+        self.reports.settled(self.scheduler.settle(sent, accepted, verified, self.requests.alive(sent.batch)))
 
 
 def block_plan(plan: Plan, requests: int, gamma: int, forced: float | None = None) -> Plan:

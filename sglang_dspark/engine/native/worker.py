@@ -47,8 +47,9 @@ class NativeWorker(Scheduled, DSparkWorkerV2):
         self.scheduler.extends = False
         self.scheduler.history = ConfidenceHistory(self.scheduler.slots, self.gamma, history_lag())
         self.scheduling = NativeScheduling(
-            self.requests, self.scheduler, self.policy, self.faults, self.reports, self.agreement
-        )
+            self.requests, self.scheduler, self.policy, self.faults, self.reports, self.agreement,
+            self._verify_planner.room,
+        )  # fmt: skip
         self._verify_planner.scheduling = self.scheduling
 
     def init_cuda_graphs(self) -> None:
