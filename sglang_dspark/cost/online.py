@@ -56,9 +56,12 @@ class OnlineCorrection:
 
     def curve(self, tokens: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         """Corrects a non-decreasing curve, [n] seconds at ascending token counts [n], and keeps it non-decreasing."""
-        at = np.log2(np.maximum(tokens, 1))
-        correction = np.full(len(at), self._common)
-        for per, knots in zip(PER_DOUBLING, self._knots, strict=True):
-            correction += np.interp(per * at, np.arange(len(knots)), knots)
+        fine = PER_DOUBLING[-1]
+        grid = np.arange(fine * DOUBLINGS + 1)
+        # Between its knots every part is a straight line over the finest ones, so the parts may be added there.
+        parts = (
+            np.interp(grid, np.arange(len(k)) * (fine // p), k) for p, k in zip(PER_DOUBLING, self._knots, strict=True)
+        )
+        correction = self._common + np.interp(fine * np.log2(np.maximum(tokens, 1)), grid, sum(parts))
         factor = np.exp(np.clip(correction, -FACTOR_CLAMP, FACTOR_CLAMP))
         return np.maximum.accumulate(seconds * factor)
