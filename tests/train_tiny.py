@@ -79,6 +79,13 @@ def write_target(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def set_options(folder: Path, **options: object) -> None:
+    """Set options of the folder's config.json; ``...`` takes one out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **options}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
 def answers(target: Target, folder: Path, options: Generation) -> list[Sample]:
     """The target's answers to PROMPTS; its tokenizer is written to ``folder``."""
     rows = tokenise(PROMPTS, write_target(folder), options)

@@ -30,6 +30,8 @@ def add_calibrate(commands: Any) -> Callable[[argparse.Namespace], int]:
         from sglang_dspark.confidence.calibration import save_calibration
         from sglang_dspark.observe import read_trace
 
+        if args.plot is not None:
+            check_plot(args.plot)
         trace = read_trace(args.trace)
         logits = raw_logits(trace)
         calibration = calibrate(trace, logits)
@@ -138,6 +140,16 @@ def show(rows: list[dict[str, Any]]) -> None:
     for line in [dict(zip(columns, columns, strict=True)), *rows]:
         cells = ["-" if line[c] is None else str(line[c]) for c in columns]
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a plot, before anything is written, where matplotlib is missing: it is an extra of this package."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--plot {path} needs matplotlib ({error}); pip install sglang-dspark[report], or leave --plot out."
+        ) from None
 
 
 def plot(trace: Trace, logits: Doubles, calibration: Calibration, path: Path) -> None:

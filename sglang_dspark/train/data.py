@@ -40,13 +40,25 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise ValueError(f"{path}: no *.jsonl file with prompts in it")
     prompts: dict[str, Prompt] = {}
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                text = json.loads(line)["turns"][0]
-            except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-                raise ValueError(f'{file}:{number}: expected {{"turns": ["first message", ...]}}') from error
+        # Lines of bytes: in text, Unicode's own line ends would cut a line in two, and JSON may hold them.
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            text = first_turn(line)
+            if text is None:
+                raise ValueError(f'{file}:{number}: expected {{"turns": ["first message", ...]}}; mend or drop it')
             prompts.setdefault(text, Prompt(text, file.stem))
     return list(prompts.values())
+
+
+def first_turn(line: bytes) -> str | None:
+    """The first user message of a JSONL line; None where there is none, or no text that can be encoded."""
+    try:
+        turns = json.loads(line)["turns"]
+        if not isinstance(turns, list) or not isinstance(turns[0], str):
+            return None
+        turns[0].encode()  # JSON can write half of a surrogate pair
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
+    return turns[0] or None
 
 
 def unit_hash(text: str, salt: str) -> float:

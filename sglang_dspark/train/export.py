@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from sglang_dspark.confidence.head import HEAD_FILE
 from sglang_dspark.train.model import Draft
 from sglang_dspark.train.target import Shape
 
@@ -32,7 +33,7 @@ def draft_config(shape: Shape, draft_vocab: int, dtype: torch.dtype) -> dict[str
         "vocab_size": shape.vocab,
         "draft_vocab_size": draft_vocab,
         "bos_token_id": shape.bos,
-        "eos_token_id": shape.eos,
+        "eos_token_id": shape.eos[0] if len(shape.eos) == 1 else list(shape.eos),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -57,26 +58,13 @@ def exported_state(draft: Draft, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def export(draft: Draft, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Write config.json and model.safetensors to `folder`; returns the bytes of both."""
+    """Write config.json and model.safetensors to `folder`; returns the bytes of both.
+
+    A confidence head that is there already goes: it was trained for another draft.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / HEAD_FILE).unlink(missing_ok=True)
     save_file(exported_state(draft, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     config = draft_config(draft.shape, draft.draft_tokens.numel(), dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return sum((folder / name).stat().st_size for name in ("config.json", "model.safetensors"))
-
-
-def import_draft(folder: Path, shape: Shape, embed: Tensor, aux_scale: Tensor | None = None) -> Draft:
-    """The draft of an exported folder, to measure or go on from what is shipped; ValueError if it does not fit.
-
-    aux_scale [captured layers] is taken out of fc again, so that fitting goes on at the scale it began with.
-    """
-    state = load_file(folder / "model.safetensors")
-    offsets, sayable = state.pop("d2t"), state.pop("t2d")
-    draft_tokens = offsets + torch.arange(offsets.numel())
-    scale = torch.ones(state["fc.weight"].shape[1] // shape.hidden) if aux_scale is None else aux_scale
-    if sayable.numel() != shape.vocab or not bool(sayable[draft_tokens].all()):
-        raise ValueError(f"{folder}: its d2t and t2d do not describe a part of the target's {shape.vocab} tokens")
-    draft = Draft(shape, embed, draft_tokens, scale)
-    state["fc.weight"] = state["fc.weight"].float() / scale.repeat_interleave(shape.hidden)
-    draft.load_state_dict({name: weight.float() for name, weight in state.items()}, strict=False)
-    return draft.eval()

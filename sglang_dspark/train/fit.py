@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from sglang_dspark.files import written_whole
 from sglang_dspark.train.batches import Batch, collate, epoch, is_usable
-from sglang_dspark.train.export import import_draft
 from sglang_dspark.train.generate import keep_freed_memory
+from sglang_dspark.train.load import import_draft
 from sglang_dspark.train.model import Draft, draft_from_target
 from sglang_dspark.train.store import Sample, load_samples
 from sglang_dspark.train.target import Target
@@ -199,12 +200,16 @@ def _save(out: Path, draft: Draft, log: list[dict[str, object]], seconds: float,
     torch.save(draft.state_dict(), scratch)
     scratch.rename(out / "draft.pt")
     record = {"finished": finished, "seconds": round(seconds, 1), "steps": log}
-    (out / "fit.json").write_text(json.dumps(record) + "\n")
+    with written_whole(out / "fit.json") as file:
+        file.write_text(json.dumps(record) + "\n")
 
 
 def is_finished(out: Path) -> bool:
-    log = out / "fit.json"
-    return log.exists() and json.loads(log.read_text())["finished"]
+    """Whether a fit came to its end; one whose log cannot be read, as of a machine that stopped, is done again."""
+    try:
+        return json.loads((out / "fit.json").read_text())["finished"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
 
 
 def fit(

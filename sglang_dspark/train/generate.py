@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,7 @@ def answer(target: Target, rows: list[Row], first: int, max_new_tokens: int, see
     cache.take(owner)
     lengths = lengths[owner]
     answers = owner.numel()
+    eos = torch.tensor(target.shape.eos)
     text = torch.zeros(answers, max_new_tokens, dtype=torch.int32)
     aux_out = torch.empty(answers, max_new_tokens, prompt_aux[0].shape[-1], dtype=torch.float16)
     final_out = torch.empty(answers, max_new_tokens, target.shape.hidden, dtype=torch.float16)
@@ -152,7 +153,7 @@ def answer(target: Target, rows: list[Row], first: int, max_new_tokens: int, see
     tokens = choose(target.logits(torch.stack(last)[owner]), temperatures, generator)
     for step in range(max_new_tokens):
         text[alive, step] = tokens.int()
-        ended = tokens == target.shape.eos
+        ended = torch.isin(tokens, eos)
         size[alive[ended]] = size[alive[ended]].clamp(max=step + 1)
         running = size[alive] > step + 1
         if step == max_new_tokens - 1 or not running.any():
@@ -220,6 +221,39 @@ def _write_shard(path: Path, make: Callable[[Target], list[Sample]]) -> int:
     return sum(sample.tokens.numel() - sample.prompt_tokens for sample in samples)
 
 
+# What a target computes and how its tokenizer cuts text, by the names that transformers reads.
+TARGET_FILES = (
+    "*.safetensors",
+    "config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
+
+
+@lru_cache(maxsize=1024)
+def _file_digest(file: Path, size: int, changed: int) -> str:
+    """SHA-256 (hex) of a file; of gigabytes, so read once while its size and time (ns) stay what they are."""
+    state = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            state.update(block)
+    return state.hexdigest()
+
+
+def target_digests(target: Path) -> list[tuple[str, str]]:
+    """(name, SHA-256) of each file of a target that its answers can depend on; alike wherever the folder lies."""
+    digests = []
+    for file in sorted({file for pattern in TARGET_FILES for file in target.glob(pattern)}):
+        about = file.stat()
+        name = file.relative_to(target).as_posix()
+        digests.append((name, _file_digest(file.resolve(), about.st_size, about.st_mtime_ns)))
+    return digests
+
+
 def shard_folder(
     target: Path, prompts: list[Prompt], work: Path, options: Any, aux_layers: tuple[int, ...] | None, label: str
 ) -> Path:
@@ -227,9 +261,7 @@ def shard_folder(
 
     options: a dataclass without what only says how much of the data to make.
     """
-    weights = [[file.name, file.stat().st_size] for file in sorted(target.glob("*.safetensors"))]
-    config = (target / "config.json").read_text()
-    content = json.dumps([config, weights, digest(prompts), asdict(options), aux_layers])
+    content = json.dumps([target_digests(target), digest(prompts), asdict(options), aux_layers])
     folder = work / f"{label}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from sglang_dspark.train.check import check_draft, check_flags, check_prompts, check_target
 from sglang_dspark.train.data import Prompt, digest, is_left_out, read_prompts
 from sglang_dspark.train.evaluate import evaluate
 from sglang_dspark.train.examples import gather
-from sglang_dspark.train.export import export, import_draft
+from sglang_dspark.train.export import export
 from sglang_dspark.train.fit import Fitting, fit, load_draft
 from sglang_dspark.train.generate import Generation, generate
 from sglang_dspark.train.head import fit_head, judge
+from sglang_dspark.train.load import import_draft
 from sglang_dspark.train.plot import plot_fit
 from sglang_dspark.train.store import load_samples
 from sglang_dspark.train.target import Target
@@ -97,8 +99,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """Run the recipe; the draft with its head, metrics.json and fit.png land in `recipe.out`. Returns the metrics.
 
     Of a frozen draft only head and metrics do. Wrong input raises ValueError with the remedy before anything is
-    generated.
+    generated. The plot comes last, and is left out where matplotlib is missing.
     """
+    check_flags(recipe)
     prompts = read_prompts(recipe.prompts)
     kept, left = split(prompts, recipe.left_out, recipe.generation.seed)
     if not kept or not left:
@@ -106,9 +109,13 @@ def train(recipe: Recipe) -> dict[str, Any]:
             f"--left-out {recipe.left_out} leaves {len(kept)} prompts to train on and {len(left)} to measure on; "
             "give more prompts or another fraction"
         )
-    timed = Stages()
+    shape = check_target(recipe.target)
+    check_draft(recipe, shape)
     longest = max(recipe.generation.max_prompt_tokens, LEFT_OUT_PROMPT_TOKENS)
+    longest = min(longest, shape.max_positions - recipe.generation.max_new_tokens)
     measuring = replace(recipe.generation, answers=LEFT_OUT_ANSWERS, max_prompt_tokens=longest, batches=None)
+    check_prompts(recipe, kept, left, measuring, shape)
+    timed = Stages()
     where = (recipe.target, kept, recipe.work)
     answers = timed("generate", lambda: generate(*where, recipe.generation, recipe.workers))
     varied = timed("write_variations", lambda: write_variations(*where, recipe.variations, recipe.workers))
@@ -121,7 +128,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
         metrics["draft_bytes"] = export(load_draft(fitted, target), recipe.out)
         # The fit's own time is kept with its log: the stage's is 0 where it was found done.
         metrics["fit_seconds"] = json.loads((fitted / "fit.json").read_text())["seconds"]
-        plot_fit(fitted / "fit.json", recipe.out / "fit.png")
     shipped = import_draft(recipe.frozen or recipe.out, target.shape, target.embed)
     shown = timed("head_examples", lambda: gather(shipped, target, load_samples(for_head), DEPTH))
     head, metrics["head"] = timed("fit_head", lambda: fit_head(shown, target.embed, recipe.out))
@@ -152,6 +158,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     (recipe.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    if recipe.frozen is None:
+        plot_fit(fitted / "fit.json", recipe.out / "fit.png")
     return metrics
 
 

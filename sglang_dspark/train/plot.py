@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,15 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def plot_fit(log: Path, out: Path) -> None:
-    """Draw fit.json as a PNG: loss on the left, acceptance by draft position on the right."""
-    import matplotlib
+    """Draw fit.json as a PNG: loss on the left, acceptance by draft position on the right.
 
+    Left out, with a line on stderr, where matplotlib is missing: a draft is none the worse without its picture.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        print(f"{out} is left out ({error}); pip install sglang-dspark[report] brings matplotlib.", file=sys.stderr)
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -7,7 +7,6 @@ SGLang's `layers_to_capture`: index i is the residual stream entering layer i.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,37 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from sglang_dspark.train.config import other_options, read_config, scaled_rope
+
+# What config.json can ask of a Llama beyond its sizes, and the one value that is computed here.
+PLAIN = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1,
+    "rope_is_neox_style": True,
+    "quantization_config": None,
+}
+# Sizes without a default.
+NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "eos_token_id",
+)
+# Weights of a layer, by name.
+LAYER_WEIGHTS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
 
 
 @dataclass(frozen=True)
@@ -32,35 +62,57 @@ class Shape:
     eps: float
     theta: float
     max_positions: int
-    bos: int
-    eos: int
+    bos: int | None
+    eos: tuple[int, ...]  # any of them ends an answer
 
     @classmethod
     def read(cls, folder: Path) -> Shape:
-        """From `folder/config.json`; ValueError when the model is not a plain Llama."""
-        config = json.loads((folder / "config.json").read_text())
+        """From `folder/config.json`.
+
+        Raises:
+            ValueError: the model is not a plain Llama, or a size is missing.
+            OSError: of the system, where there is no config.json.
+        """
+        config = read_config(folder)
+        other = other_options(config, PLAIN) + scaled_rope(config)
+        if config.get("model_type") != "llama":
+            other.append(f"model_type {config.get('model_type')!r}")
+        if other:
+            raise ValueError(
+                f"{folder}: its config.json has {', '.join(other)}, and the trainer reads Llama models without biases, "
+                "rope scaling and quantisation only; name another model"
+            )
+        lacking = [name for name in NEEDED if config.get(name) in (None, [])]
+        if lacking:
+            raise ValueError(f"{folder}: its config.json lacks {', '.join(lacking)}; fetch the model again")
         rope = config.get("rope_parameters") or {}
-        if config.get("model_type") != "llama" or config.get("attention_bias") or config.get("rope_scaling"):
-            raise ValueError(f"{folder}: the trainer reads Llama models without biases and rope scaling only")
+        heads, eos = config["num_attention_heads"], config["eos_token_id"]
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
-            theta=config.get("rope_theta", rope.get("rope_theta", 10000.0)),
+            theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
             max_positions=config["max_position_embeddings"],
-            bos=config["bos_token_id"],
-            eos=config["eos_token_id"],
+            bos=config.get("bos_token_id"),
+            eos=tuple(eos) if isinstance(eos, list) else (eos,),
         )
 
     @property
     def default_aux_layers(self) -> tuple[int, int, int]:
         """The hidden states SGLang captures for EAGLE3 when a draft does not say which."""
         return (2, self.layers // 2, self.layers - 3)
+
+    def captured(self, layers: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """The hidden states to capture, None for the default; ValueError when the model has no such layers."""
+        layers = layers or self.default_aux_layers
+        if len(set(layers)) < len(layers) or min(layers) < 0 or max(layers) >= self.layers:
+            raise ValueError(f"cannot capture hidden states {layers} of {self.layers} layers; name a deeper model")
+        return layers
 
 
 def rope_table(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -98,9 +150,7 @@ class Target:
 
     def __init__(self, folder: Path, aux_layers: tuple[int, ...] | None = None) -> None:
         self.shape = Shape.read(folder)
-        self.aux_layers = aux_layers or self.shape.default_aux_layers
-        if len(set(self.aux_layers)) < len(self.aux_layers) or max(self.aux_layers) >= self.shape.layers:
-            raise ValueError(f"{folder}: cannot capture hidden states {self.aux_layers} of {self.shape.layers} layers")
+        self.aux_layers = self.shape.captured(aux_layers)
         state: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             state.update({name: weight.float() for name, weight in load_file(file).items()})

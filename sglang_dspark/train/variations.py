@@ -52,7 +52,10 @@ class Variations:
 class Dialogue:
     """One row being decoded: its opening, what the target writes on, the template's close, and the answer."""
 
-    def __init__(self, opening: list[int], close: list[int], temperature: float, domain: str, eos: int) -> None:
+    def __init__(
+        self, opening: list[int], close: list[int], temperature: float, domain: str, eos: tuple[int, ...]
+    ) -> None:
+        """eos: the tokens of which any ends the answer."""
         self.opening = len(opening)
         self.close = close
         self.temperature = temperature
@@ -85,7 +88,7 @@ class Dialogue:
         """Whether the answer is complete: at EOS or its limit."""
         if self.answer_at is None or len(self.text) <= self.answer_at:
             return False
-        return self.text[-1] == self.eos or len(self.text) == self.answer_at + options.max_new_tokens
+        return self.text[-1] in self.eos or len(self.text) == self.answer_at + options.max_new_tokens
 
 
 @torch.inference_mode()
@@ -136,7 +139,7 @@ def write_on(
 
 
 def plan_dialogues(
-    rows: list[Row], prefix: int, suffix: int, options: Variations, batch: int, eos: int
+    rows: list[Row], prefix: int, suffix: int, options: Variations, batch: int, eos: tuple[int, ...]
 ) -> list[Dialogue]:
     """The seeded dialogues of a batch, as many as the cache holds; every domain equally often.
 

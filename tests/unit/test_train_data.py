@@ -34,10 +34,43 @@ def test_a_prompt_in_two_files_counts_once(tmp_path: Path) -> None:
     assert read_prompts(tmp_path) == [Prompt("same", "gsm8k")]
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "gsm8k.jsonl").write_text('{"turns": ["fine"]}\n{"turns": []}\n')
-    with pytest.raises(ValueError, match=r"gsm8k\.jsonl:2"):
+BAD_LINES = (
+    b"",
+    b"{",
+    b"\xff",
+    b"1",
+    b"null",
+    b"[]",
+    b'"turns"',
+    b"{}",
+    b'{"turns": null}',
+    b'{"turns": "hello"}',
+    b'{"turns": {"0": "hello"}}',
+    b'{"turns": []}',
+    b'{"turns": [""]}',
+    b'{"turns": [null]}',
+    b'{"turns": [1]}',
+    b'{"turns": [["hello"]]}',
+    b'{"turns": [{"role": "user", "content": "hello"}]}',
+    b'{"turns": ["half a \\ud83d"]}',
+)
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "gsm8k.jsonl").write_bytes(b'{"turns": ["fine"]}\n' + line + b'\n{"turns": ["fine, too"]}\n')
+    with pytest.raises(ValueError, match=r"gsm8k\.jsonl:2: expected") as refused:
         read_prompts(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("end", ("\u2028", "\u2029", "\x85"))
+@pytest.mark.parametrize("newline", ("\n", "\r\n"))
+def test_line_ends_of_unicode_are_part_of_a_prompt(tmp_path: Path, end: str, newline: str) -> None:
+    texts = [f"one{end}prompt", f"{end}another{end}"]
+    lines = [json.dumps({"turns": [text]}, ensure_ascii=False) for text in texts]
+    (tmp_path / "gsm8k.jsonl").write_bytes((newline.join(lines) + newline).encode())
+    assert [prompt.text for prompt in read_prompts(tmp_path)] == texts
 
 
 def test_a_folder_without_prompts_is_refused(tmp_path: Path) -> None:

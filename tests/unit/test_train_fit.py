@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_dspark.train.export import export, import_draft
-from sglang_dspark.train.fit import Fitting, fit, learning_rate, load_draft, plan_steps
+from sglang_dspark.confidence.head import HEAD_FILE
+from sglang_dspark.train.export import export
+from sglang_dspark.train.fit import Fitting, fit, is_finished, learning_rate, load_draft, plan_steps
 from sglang_dspark.train.generate import Generation, generate
+from sglang_dspark.train.load import import_draft
 from sglang_dspark.train.store import load_samples
 from sglang_dspark.train.target import Target
 from sglang_dspark.train.vocab import choose_draft_tokens, coverage
@@ -54,6 +57,31 @@ def test_a_finished_fit_is_found_and_an_unfinished_one_done_again(target: Path, 
     assert fit(target, data, fitted.parent, OPTIONS, workers=1) == fitted
     assert (fitted / "draft.pt").stat().st_mtime_ns > written
     assert fit(target, data, fitted.parent, replace(OPTIONS, seed=1), workers=1) != fitted
+
+
+@pytest.mark.parametrize("content", ("", "{", '{"finished": tr', "null", "[]", "{}", "\x00\x00"))
+def test_a_log_that_was_cut_is_of_an_unfinished_fit(tmp_path: Path, content: str) -> None:
+    assert not is_finished(tmp_path)
+    (tmp_path / "fit.json").write_text(content)
+    assert not is_finished(tmp_path)
+
+
+def test_a_log_that_cannot_be_finished_leaves_the_old_one(
+    target: Path, data: list[Path], fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fitted / "fit.json"
+    unfinished = json.dumps({**json.loads(log.read_text()), "finished": False})
+    log.write_text(unfinished)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(os, "fsync", full)
+        fit(target, data, fitted.parent, OPTIONS, workers=1)
+    torch.distributed.destroy_process_group()
+    assert log.read_text() == unfinished and not list(fitted.glob("*.tmp"))
+    assert fit(target, data, fitted.parent, OPTIONS, workers=1) == fitted and is_finished(fitted)
 
 
 def test_two_processes_fit_as_one_does(target: Path, data: list[Path], tmp_path: Path) -> None:
@@ -128,6 +156,15 @@ def test_exported_tensors_have_the_names_and_shapes_sglang_loads(target: Path, f
     assert config["tie_word_embeddings"] is False  # tied, SGLang would take the embedding for the head
 
 
+def test_a_new_draft_does_not_keep_the_head_of_the_old_one(target: Path, fitted: Path, tmp_path: Path) -> None:
+    head = tmp_path / HEAD_FILE
+    head.parent.mkdir()
+    head.write_bytes(b"of the draft before")
+    (tmp_path / "metrics.json").write_text("{}")
+    export(load_draft(fitted, Target(target)), tmp_path)
+    assert not head.exists() and (tmp_path / "metrics.json").exists()
+
+
 def test_names_match_the_loader_in_sglangs_source(fitted: Path) -> None:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
@@ -157,13 +194,6 @@ def test_the_scale_of_captured_states_is_folded_into_fc(target: Path, fitted: Pa
     shipped = import_draft(tmp_path, whole.shape, whole.embed)
     aux = torch.randn(5, 3 * HIDDEN)
     torch.testing.assert_close(shipped.start(aux), draft.start(aux), rtol=1e-4, atol=1e-5)
-
-
-def test_a_draft_for_another_vocabulary_is_refused(target: Path, fitted: Path, tmp_path: Path) -> None:
-    whole = Target(target)
-    export(load_draft(fitted, whole), tmp_path)
-    with pytest.raises(ValueError, match="d2t and t2d"):
-        import_draft(tmp_path, replace(whole.shape, vocab=VOCAB + 1), whole.embed)
 
 
 def test_a_fit_goes_on_from_an_exported_draft(target: Path, data: list[Path], fitted: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.train_tiny import PROMPTS, write_target
 
 OPTIONS = Variations(batches=1, opening=(2, 4), max_turn_tokens=6, max_new_tokens=8, sampled_share=0.5)
 MANY = [*PROMPTS, Prompt("write code", "mbpp"), Prompt("hello you there", "arena-hard")]
-EOS, CLOSE = 2, [2, 13, 1, 100]
+EOS, CLOSE = (2,), [2, 13, 1, 100]
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +39,20 @@ def test_a_dialogue_opens_with_the_prompt_closes_its_turn_and_answers_to_the_lim
     assert dialogue.text == before
 
 
-def test_the_target_may_end_its_turn_and_its_answer_itself() -> None:
-    dialogue = Dialogue([7, 8], CLOSE, 0.0, "math", EOS)
-    for sampled in (0, 0, 60, EOS, 61, 61, 61, 62, EOS):
+@pytest.mark.parametrize(("eos", "last"), (((2,), 2), ((2, 9), 2), ((9, 2), 2), ((2, 9), 9), ((9,), 9), ((9, 8, 7), 8)))
+def test_the_target_may_end_its_turn_and_its_answer_itself(eos: tuple[int, ...], last: int) -> None:
+    dialogue = Dialogue([7, 8], CLOSE, 0.0, "math", eos)
+    for sampled in (0, 0, 60, CLOSE[0], 61, 61, 61, 62, last):
         assert not dialogue.ended(OPTIONS)
         dialogue.say(sampled, OPTIONS)
-    assert dialogue.text == [7, 8, 60, *CLOSE, 62, EOS]
+    assert dialogue.text == [7, 8, 60, *CLOSE, 62, last]
     assert dialogue.ended(OPTIONS)
 
 
 def test_turns_are_sampled_and_answers_follow_their_own_temperature() -> None:
     dialogue = Dialogue([7], CLOSE, 0.0, "math", EOS)
     seen = []
-    for sampled in (0, 60, EOS, 0, 0, 0, 61):
+    for sampled in (0, 60, CLOSE[0], 0, 0, 0, 61):
         dialogue.say(sampled, OPTIONS)
         seen.append(dialogue.next_temperature(OPTIONS))
     assert seen == [OPTIONS.turn_temperature] * 5 + [0.0, 0.0]
