@@ -70,7 +70,8 @@ class NativeScheduling:
         """Share of what is drafted to verify, in place of a plan's; None: plans decide."""
         self.plan = scheduler.verify_all(0)
         self._batch: StepBatch | None = None
-        self._waiting: deque[_Sent | None] = deque()
+        # Bounded, as an outcome that never comes takes none out; with overlap two steps are under way.
+        self._waiting: deque[_Sent | None] = deque(maxlen=8)
         """One for each step whose outcome will come; None: of which nothing can be learnt."""
 
     # -- a step, in this order -------------------------------------------------------------------------------------
