@@ -9,12 +9,6 @@ from pathlib import Path
 from typing import Any
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be 1 or more")
-    return value
-
-
 def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
     """`train`: a chain draft and its confidence head for a Llama target, from prompts alone."""
     parser = commands.add_parser(
@@ -61,7 +55,7 @@ def add_train(commands: Any) -> Callable[[argparse.Namespace], int]:
     )
     parser.add_argument(
         "--head-batches",
-        type=_positive,
+        type=int,
         metavar="BATCHES",
         help="the last batches, kept from the draft to train its head (default: a fifth)",
     )
