@@ -37,5 +37,5 @@ def choose(prompts: list[Prompt], left_out: float, limit: int) -> list[Prompt]:
         if left_out >= 1 or is_left_out(prompt.text, left_out, 0):
             found[prompt.domain].append(prompt)
     if not found:
-        raise SystemExit(f"None of the {len(prompts)} prompts is in the share left out, {left_out}; give --prompts more.")
+        raise SystemExit(f"None of {len(prompts)} prompts is in the left-out share {left_out}; give --prompts more.")
     return [prompt for rows in found.values() for prompt in rows[:: max(len(rows) // limit, 1)][:limit]]

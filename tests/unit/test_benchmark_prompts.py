@@ -16,5 +16,5 @@ def test_those_that_training_left_out_so_many_of_each_domain():
 
 @pytest.mark.parametrize("prompts, share", [(PROMPTS[:1], 0.0), (PROMPTS, 0.0), ([], 1.0)])
 def test_none_is_one_sentence(prompts, share):
-    with pytest.raises(SystemExit, match=rf"^None of the {len(prompts)} prompts [^\n]*--prompts[^\n]*\.$"):
+    with pytest.raises(SystemExit, match=rf"^None of {len(prompts)} prompts [^\n]*--prompts[^\n]*\.$"):
         choose(prompts, share, 5)
