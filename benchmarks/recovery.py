@@ -2,8 +2,8 @@
 
     python -m benchmarks.recovery --prompts FOLDER
 
-A plain server and a DSPARK one serve the same windows of requests in turn: first greedy ones, then ones at a
-temperature at which hardly any draft survives, then greedy ones again. The first window of a phase is the guard's to
+A plain server and a DSPARK one serve the same windows of requests by turns of seconds: first greedy ones, then ones at
+a temperature at which hardly any draft survives, then greedy ones again. The first window of a phase is the guard's to
 notice; the others are what counts. Prints a table, then one JSON line.
 """
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.serving import common_parser, kinds_of, load, prompt_ids, start
+from benchmarks.turns import Player
 
 KINDS = ("plain", "dspark")
 
@@ -41,15 +42,13 @@ def main() -> None:
     phases: list[dict[str, Any]] = []
     with ExitStack() as stack:
         kinds = kinds_of(args.draft)
-        servers = {name: stack.enter_context(start(kinds[name], args, args.users)) for name in KINDS}
+        players = [Player(stack.enter_context(start(kinds[name], args, args.users))) for name in KINDS]
         for name, temperature in (("warm-up", 0.0), ("greedy", 0.0), ("hot", args.hot), ("greedy again", 0.0)):
             args.temperature = temperature
             windows = []
             for number in range(1 if name == "warm-up" else args.windows):
                 with console.status(f"{name}, window {number + 1}"):
-                    windows.append(
-                        {kind: load(server, ids, args.users, args.requests, args) for kind, server in servers.items()}
-                    )
+                    windows.append(dict(zip(KINDS, load(players, ids, args.users, args.requests, args), strict=True)))
             if name != "warm-up":
                 phases.append(summary(name, temperature, windows))
     show(console, phases)

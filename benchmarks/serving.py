@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving --prompts FOLDER [--variants]
 
-One server of each kind is started, and all of them stay up, asleep but for one. Within a round each load goes to all
-kinds in turn, in the other order in every second round, so that slow changes of the machine meet all of them alike.
-Figures are medians over the rounds of all starts, DSPARK's ratio to the best of the others too. A table, then one JSON
-line.
+One server of each kind is started, and all of them stay up. Each load goes to all of them at once, and they take turns
+of some seconds, the others at a stand amid their answers, so that slow changes of the machine meet all of them alike;
+every time below is one of a server's own turns. Figures are medians over the rounds of all starts, DSPARK's ratio to
+the best of the others too. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.launch import Server
 from benchmarks.prompts import choose, tokenise
+from benchmarks.turns import Player, take_turns
 from examples.demo import DRAFT, HERE, TARGET
 from sglang_dspark.train.data import read_prompts
 
@@ -99,6 +99,7 @@ def common_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a server (default %(default)s)")
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds of a server's turn (default %(default)s)")
     return parser
 
 
@@ -119,7 +120,7 @@ def main() -> None:
         kinds = {name: kinds[name] for name in one_start(kinds, ids, args, number * args.rounds, runs, console)}
     loads = [summary(users, list(kinds), runs) for users in args.users]
     show(console, loads, list(kinds))
-    how = {"temperature": args.temperature, "starts": args.starts, "rounds": args.rounds}
+    how = {"temperature": args.temperature, "starts": args.starts, "rounds": args.rounds, "turn": args.turn}
     print(json.dumps({**how, "sweep": sweep(loads), "loads": loads}))
 
 
@@ -136,21 +137,24 @@ def one_start(
     Returns the kinds that could be started.
     """
     with ExitStack() as stack:
-        servers: dict[str, Server] = {}
+        players: dict[str, Player] = {}
         for name, kind in kinds.items():
             with console.status(f"start: {name}"):
                 try:
-                    servers[name] = stack.enter_context(start(kind, args, max(args.users)))
+                    player = Player(stack.enter_context(start(kind, args, max(args.users))))
                 except RuntimeError as error:  # a kind that this machine's SGLang cannot start
                     console.print(f"{name} left out: {str(error).splitlines()[-1][:200]}", markup=False)
                     continue
-                load(servers[name], ids, min(8, max(args.users)), args.requests, args)  # warm-up
+                load([player], ids, min(8, max(args.users)), args.requests, args)  # warm-up
+                players[name] = player
         turns = [(number, users) for number in range(first, first + args.rounds) for users in args.users]
         for number, users in track(turns, "loads", console=console):
-            for name in sorted(servers, key=list(servers).index, reverse=number % 2 == 1):
-                count = max(users * args.each, args.requests)
-                runs[users, name].append(load(servers[name], ids, users, count, args))
-    return list(servers)
+            names = sorted(players, key=list(players).index, reverse=number % 2 == 1)
+            count = max(users * args.each, args.requests)
+            done = load([players[name] for name in names], ids, users, count, args)
+            for name, run in zip(names, done, strict=True):
+                runs[users, name].append(run)
+    return list(players)
 
 
 def prompt_ids(args: argparse.Namespace, limit: int) -> list[list[int]]:
@@ -171,35 +175,46 @@ def start(kind: Kind, args: argparse.Namespace, most: int) -> Server:
     return Server("--model-path", str(args.target), *pool, *kind.flags, env=kind.env, threads=args.threads)
 
 
-def load(server: Server, ids: list[list[int]], users: int, count: int, args: argparse.Namespace) -> Run:
-    """``count`` requests of ``users`` clients, which take the next prompt as soon as their last one is answered."""
-    server.flush()
-    before = server.info().get("dspark")
+def load(players: list[Player], ids: list[list[int]], users: int, count: int, args: argparse.Namespace) -> list[Run]:
+    """``count`` requests of ``users`` clients to each, which take the next prompt as soon as their last is answered."""
     chosen = [ids[i % len(ids)] for i in range(count)]
-    start = time.perf_counter()
-    with ThreadPoolExecutor(users) as pool:
-        replies = list(pool.map(lambda prompt: stream(server, prompt, args), chosen))
-    seconds = time.perf_counter() - start
-    tokens = sum(reply["tokens"] for reply in replies)
-    verifies = sum(reply["verifies"] for reply in replies)
-    after = server.info().get("dspark")
+
+    def counters(player: Player) -> Any:
+        return player.server.info().get("dspark")
+
+    def replies(player: Player) -> tuple[list[dict[str, Any]], float]:
+        start = player.seconds()
+        with ThreadPoolExecutor(users) as pool:
+            return list(pool.map(lambda prompt: stream(player, prompt, args), chosen)), player.seconds() - start
+
+    for player in players:
+        player.server.flush()
+    before = [counters(player) for player in players]
+    answers = take_turns(players, replies, args.turn)
+    after = [counters(player) for player in players]
+    return [run(*answer, *counted) for answer, counted in zip(answers, zip(before, after, strict=True), strict=True)]
+
+
+def run(answers: list[dict[str, Any]], seconds: float, before: Any, after: Any) -> Run:
+    """A load's figures, from its answers and DSPARK's counters before and after it."""
+    verifies = sum(answer["verifies"] for answer in answers)
     return Run(
-        tokens / seconds,
-        [reply["tpot"] for reply in replies],
-        (sum(reply["accepted"] for reply in replies) + verifies) / verifies if verifies else None,
+        sum(answer["tokens"] for answer in answers) / seconds,
+        [answer["tpot"] for answer in answers],
+        (sum(answer["accepted"] for answer in answers) + verifies) / verifies if verifies else None,
         None if before is None or after is None else difference(before, after),
     )
 
 
-def stream(server: Server, prompt: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def stream(player: Player, prompt: list[int], args: argparse.Namespace) -> dict[str, Any]:
     """One streamed request and its times."""
     sampling = {"temperature": args.temperature, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
     first, last, meta = 0.0, 0.0, {}
-    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=600) as reply:
+    with requests.post(f"{player.server.url}/generate", json=body, stream=True, timeout=1800) as reply:
         for line in reply.iter_lines():
             if line.startswith(b"data: {"):
-                last = time.perf_counter()
+                last = player.seconds()
                 first = first or last
                 meta = json.loads(line[6:])["meta_info"]
     tokens = meta["completion_tokens"]

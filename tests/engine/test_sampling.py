@@ -1,5 +1,7 @@
-"""Sampled output follows the target's own distribution, under both draft rules; the same test catches a scheduler that
-looks at the sampled token."""
+"""Sampled output follows the target's own distribution; the same test catches a scheduler that looks at sampled tokens.
+
+Here drafts are the draft's argmax; test_sampling_drawn runs the same tests where they are drawn.
+"""
 
 from collections import Counter
 
@@ -28,18 +30,15 @@ FILTERS = (
 )
 
 
-# Draws from a part of the vocabulary go through all that draws from the whole do.
-RULES = ("argmax", "sampled from a part of the vocabulary", pytest.param("sampled", marks=LONG))
-
-
-@pytest.fixture(scope="module", params=RULES)
-def switch(request, pairs, tmp_path_factory):
-    """One server for each draft rule, under the Switch policy."""
-    rule = () if request.param == "argmax" else REJECTION
-    draft = pairs.chi_eagle3_part if "part" in request.param else pairs.chi_eagle3
-    flags = ("--speculative-num-steps", "3", "--disable-radix-cache", *rule)
-    with switched(tmp_path_factory.mktemp("policy"), pairs.chi_target, draft, *flags) as it:
+@pytest.fixture(scope="module")
+def switch(pairs, tmp_path_factory):
+    with ruled(pairs.chi_target, pairs.chi_eagle3, tmp_path_factory.mktemp("policy")) as it:
         yield it
+
+
+def ruled(target, draft, folder, *flags):
+    """A server under the Switch policy, by whose answers all samples are drawn."""
+    return switched(folder, target, draft, "--speculative-num-steps", "3", "--disable-radix-cache", *flags)
 
 
 @pytest.fixture
