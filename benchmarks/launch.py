@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -74,15 +75,21 @@ def _die_with_parent() -> None:
 class Server:
     """``python -m sglang.launch_server`` on a free local port; a context manager.
 
-    args: what goes behind CPU_FLAGS. env: added to the environment. threads: OMP_NUM_THREADS; unset, a busy neighbour
+    args: what goes behind flags. env: added to the environment. threads: OMP_NUM_THREADS; unset, a busy neighbour
     costs a CPU engine 20-fold.
     """
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *args: str,
+        env: dict[str, str] | None = None,
+        threads: int | None = None,
+        flags: Sequence[str] = CPU_FLAGS,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
-        command = [sys.executable, "-m", "sglang.launch_server", *CPU_FLAGS, "--port", str(self.port), *args]
+        command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(self.port), *args]
         environment = {**os.environ, **CPU_ENVIRONMENT, **(env or {})}
         environment.setdefault("OMP_NUM_THREADS", str(threads or os.cpu_count() or 1))
         if threads:

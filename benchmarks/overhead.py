@@ -93,7 +93,8 @@ class Steps:
             with parts.part("metrics"):
                 self.metrics.planned(plan.mode, plan.depth, plan.budget, False, 1e-4)
                 self.metrics.timed(plan.step_time, plan.step_time)
-                self.metrics.settled(plan.depth, verified, accepted, tokens, plan.tau, np.asarray(settled.confidence))
+                rows = (verified, accepted, settled.confidence, settled.alive)
+                self.metrics.settled(plan.depth, *rows, tokens=tokens, tau=plan.tau)
 
 
 def shown_at(chance: np.ndarray) -> torch.Tensor:

@@ -40,11 +40,11 @@ class OnlineLogistic:
     """
 
     def __init__(self, start: Doubles, lean: Lean, low: Doubles, high: Doubles, half_life: float) -> None:
-        """start: [rules, gamma, D]. low, high: [D] bounds of a coefficient."""
+        """start: [rules, gamma, D]. low, high: [D] bounds of a coefficient; a start beyond them is its own bound."""
         self.theta = start.copy()
         self._start = start
         self._pooled, self._position = np.diag(lean.pooled / 4), np.diag(lean.position / 4)
-        self._low, self._high = low - start, high - start
+        self._low, self._high = np.minimum(low - start, 0.0), np.maximum(high - start, 0.0)
         self._half_life = half_life
         self._deviation = np.zeros_like(start)
         self._curvature = np.zeros((*start.shape, start.shape[-1]))

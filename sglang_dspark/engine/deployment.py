@@ -13,22 +13,22 @@ import torch
 from sglang_dspark.cost import CostKey
 
 
-def cost_key(server_args: Any, model_config: Any) -> CostKey:
-    """The key of a server, from its resolved arguments and the target's model config.
+def cost_key(settings: Any, model_config: Any) -> CostKey:
+    """The key of a server, from its arguments as SGLang resolved them and the target's model config.
 
     The same before weights load, when a saved table is checked, and in the worker, when it is used or written.
     """
-    backend = server_args.decode_attention_backend or server_args.attention_backend
+    backend = settings.decode_attention_backend or settings.attention_backend
     size = f"{model_config.num_hidden_layers} layers x {model_config.hidden_size}, {model_config.vocab_size} tokens"
     return CostKey(
-        model=f"{server_args.model_path} ({size})",
-        draft=str(server_args.speculative_draft_model_path),
-        dtype=f"{model_config.dtype}, {server_args.quantization or 'not quantised'}, kv {server_args.kv_cache_dtype}",
-        device=device_name(str(server_args.device)),
+        model=f"{settings.model_path} ({size})",
+        draft=str(settings.speculative_draft_model_path),
+        dtype=f"{model_config.dtype}, {settings.quantization or 'not quantised'}, kv {settings.kv_cache_dtype}",
+        device=device_name(str(settings.device)),
         backend=str(backend),
-        tp=server_args.tp_size,
-        dp=server_args.dp_size,
-        ep=server_args.ep_size,
+        tp=settings.tp_size,
+        dp=settings.dp_size,
+        ep=settings.ep_size,
         sglang=version("sglang"),
     )
 

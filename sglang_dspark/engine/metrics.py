@@ -17,9 +17,9 @@ from sglang_dspark.schedule import Guard, Plan
 logger = logging.getLogger(__name__)
 
 
-def step_metrics(server_args: Any, gamma: int) -> StepMetrics | None:
+def step_metrics(settings: Any, gamma: int) -> StepMetrics | None:
     """The metrics of this process; None where the server has none, or another rank counts the same."""
-    if not server_args.enable_metrics or get_parallel().tp_rank:
+    if not settings.enable_metrics or get_parallel().tp_rank:
         return None
     return StepMetrics(labels(), gamma)
 
@@ -42,15 +42,17 @@ def labels() -> dict[str, Any]:
 class Reports:
     """What steps report to the metrics, if the server has any, and to the log. A fault in it stops nothing."""
 
-    def __init__(self, faults: Faults, metrics: StepMetrics | None) -> None:
-        self._faults, self._metrics = faults, metrics
+    def __init__(self, faults: Faults, metrics: StepMetrics | None, decides: bool = True) -> None:
+        """decides: whether it is this rank's guard that is followed; the switches of another's never happen."""
+        self._faults, self._metrics, self._decides = faults, metrics, decides
         if metrics is not None:
             faults.watch = metrics.fault
 
     def planned(self, plan: Plan, rests: bool, seconds: float, guard: Guard) -> None:
         """A step was planned in so many seconds; the guard may have changed its mode over it."""
         self._measure(lambda metrics: metrics.planned(plan.mode, plan.depth, plan.budget, rests, seconds))
-        for mode, reason, lead in guard.take_switches():
+        switches = guard.take_switches()
+        for mode, reason, lead in switches if self._decides else ():
             logger.info("DSPARK guard: %s from now on, %.2f times as fast by measurement (%s).", mode, lead, reason)
             self._measure(lambda metrics, mode=mode, reason=reason: metrics.switched(mode, reason))
 
@@ -60,10 +62,8 @@ class Reports:
 
     def settled(self, it: Settled) -> None:
         """A step has its outcome."""
-        plan = it.plan
-        self._measure(
-            lambda metrics: metrics.settled(plan.depth, it.verified, it.accepted, it.tokens, plan.tau, it.confidence)
-        )
+        plan, rows = it.plan, (it.verified, it.accepted, it.confidence, it.alive)
+        self._measure(lambda metrics: metrics.settled(plan.depth, *rows, tokens=it.tokens, tau=plan.tau))
 
     def _measure(self, report: Callable[[StepMetrics], None]) -> None:
         metrics = self._metrics

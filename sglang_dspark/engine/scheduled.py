@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark import __version__
@@ -45,11 +46,11 @@ class Scheduled:
     def start_scheduling(self, source: Source) -> None:
         """Then, once there are pools: one row a request slot."""
         slots = self._runner.req_to_token_pool.req_to_token.shape[0]
-        start = temperatures(self.server_args.speculative_dspark_confidence_sts_path, source, self.gamma)
+        start = temperatures(self.settings.speculative_dspark_confidence_sts_path, source, self.gamma)
         self.scheduler = StepScheduler(slots, self.gamma, Estimator(slots, self.gamma, source, start))
         self.scheduler.trace = self.faults.run("trace", lambda: self._open_trace(source), lambda: None)
-        metrics = self.faults.run("metrics", lambda: step_metrics(self.server_args, self.gamma), lambda: None)
-        self.reports = Reports(self.faults, metrics)
+        metrics = self.faults.run("metrics", lambda: step_metrics(self.settings, self.gamma), lambda: None)
+        self.reports = Reports(self.faults, metrics, self.agreement.is_first)
         self.requests = RequestTable(slots)
         self.policy = load_policy(self.options.policy, self.scheduler)
 
@@ -58,9 +59,9 @@ class Scheduled:
 
         profile: measures this kind of worker. head: the confidence head's file.
         """
-        key = cost_key(self.server_args, self._runner.model_config)
+        key = cost_key(self.settings, self._runner.model_config)
         self._refuse_other_settings(key, head)
-        sps_path = self.server_args.speculative_dspark_sps_table_path
+        sps_path = self.settings.speculative_dspark_sps_table_path
         self.scheduler.cost, self.cost_report = step_cost(self, self.options, sps_path, key, profile)
         device = torch.device(self._runner.device)
         if device.type != "cpu":
@@ -80,6 +81,11 @@ class Scheduled:
         }
 
     @property
+    def settings(self) -> Any:
+        """The server's arguments as SGLang decided them: ``server_args`` hold None where the user said nothing."""
+        return resolved_view(self.server_args)
+
+    @property
     def _runner(self) -> Any:
         return self.target_worker.model_runner
 
@@ -91,7 +97,7 @@ class Scheduled:
 
     def _refuse_other_settings(self, key: CostKey, head: Path | None) -> None:
         """Every rank must plan, price and estimate from the same flags, variables and files."""
-        args = self.server_args
+        args = self.settings
         files = {
             "cost table": self.options.cost_table,
             "SPS table": args.speculative_dspark_sps_table_path,

@@ -99,6 +99,8 @@ class Settled(NamedTuple):
     """Given to the target forward."""
     confidence: NDArray[np.float32]
     """[R, gamma] that the step went by."""
+    alive: NDArray[np.bool_]
+    """[R] whether the request still ran, and so was given its tokens."""
 
 
 def tokens_sent(plan: Plan, requests: int) -> int:
@@ -295,12 +297,13 @@ class StepScheduler:
         )
         reached = verified.max(initial=0)
         np.maximum(self._seen_at[:reached], sent.step, out=self._seen_at[:reached])
-        clean = sent.batch.clean if alive is None else sent.batch.clean & alive
+        alive = np.ones(requests, np.bool_) if alive is None else alive
+        clean = sent.batch.clean & alive
         if self.trace is not None:
             self._record(sent, shown, confidence, clean, accepted, verified)
         if sent.priced:
             self.guard.observe(sent.plan, int(accepted.sum()) + requests, sent.seconds)
-        settled = Settled(sent.plan, verified, accepted, sent.tokens, confidence)
+        settled = Settled(sent.plan, verified, accepted, sent.tokens, confidence, alive)
         if not sent.plan.depth:
             return settled
         rule = sent.batch.rule

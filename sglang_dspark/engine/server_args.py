@@ -20,6 +20,8 @@ from sglang.srt.arg_groups.overrides import (
 )
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.runtime_context import attn_dp_enabled_of
+from sglang.srt.utils.common import get_device
 
 from sglang_dspark.confidence import HEAD, HEADLESS
 from sglang_dspark.config import DEFAULT_STEPS, MAX_STEPS, Refusal, read_options
@@ -67,13 +69,16 @@ def resolve(server_args: Any) -> None:
     if not asks_for_dspark(server_args):
         return
     cfg = resolving_view(server_args)
+    device = _device(cfg)
     kind, path = _draft(cfg)
     read_options()  # a wrong option is refused here, before weights load
     if kind is DraftKind.DSPARK:
-        if cfg.device == "cpu":
+        if device == "cpu":
             declare_resolution(server_args, SOURCE, **_cpu_backends(cfg))
         return  # the rest is SGLang's own, and native.arguments.handle_dspark around it
     _refuse_unsupported(cfg)
+    if device not in ("cpu", "cuda"):
+        raise Refusal(f"--device {device} is not supported with DSPARK; use cuda or cpu.")
     steps = _steps(cfg)
     chosen = {
         "speculative_algorithm": "EAGLE3" if kind is DraftKind.EAGLE3 else "EAGLE",
@@ -82,7 +87,7 @@ def resolve(server_args: Any) -> None:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": steps + 1,
     }
-    if cfg.device == "cpu":
+    if device == "cpu":
         chosen.update(_cpu_backends(cfg))
     declare_resolution(server_args, SOURCE, **chosen)
     logger.info("DSPARK: %s draft %s, at most %d draft tokens a step.", kind.value, path, steps)
@@ -92,11 +97,13 @@ def check_resolved(server_args: Any) -> None:
     """Once SGLang has read the model's config and resolved the attention backend: what can be refused only then.
 
     Raises:
-        Refusal: a target or a backend that cannot verify rows of different length; a step cost, confidence head or
-            calibration that is damaged or was made for something else.
+        Refusal: a mode that SGLang runs the target in and that DSPARK cannot; a target or a backend that cannot verify
+            rows of different length; a step cost, confidence head or calibration that is damaged or was made for
+            something else.
     """
     if not is_ours(server_args):
         return
+    check_modes(server_args)
     check_target(server_args)
     check_backend(server_args)
     check_lora_backend(server_args)
@@ -106,6 +113,26 @@ def check_resolved(server_args: Any) -> None:
     check_head(head, model.hidden_size)
     source = HEADLESS if head is None else HEAD
     temperatures(cfg.speculative_dspark_confidence_sts_path, source, cfg.speculative_num_steps)
+
+
+def check_modes(server_args: Any) -> None:
+    """Refuse what SGLang may have turned on by itself: for a target, or under a flag's other name."""
+    cfg = resolved_view(server_args)
+    if attn_dp_enabled_of(cfg):
+        raise Refusal(
+            f"--attn-dp-size {cfg.attn_dp_size} (once --enable-dp-attention) lets ranks idle while others draft, and "
+            "DSPARK's depth differs by step; leave it out."
+        )
+    if cfg.enable_multi_layer_eagle:
+        raise Refusal(
+            f"--enable-multi-layer-eagle, which SGLang turns on by itself for some targets such as --model-path "
+            f"{cfg.model_path}, is not supported with DSPARK; use --speculative-algorithm EAGLE."
+        )
+    if cfg.enable_deterministic_inference:
+        raise Refusal(
+            "--enable-deterministic-inference promises a seed the same output in every run, and what DSPARK verifies "
+            f"follows measured times; leave it out, or use --speculative-algorithm {cfg.speculative_algorithm}."
+        )
 
 
 def check_target(server_args: Any) -> None:
@@ -140,7 +167,7 @@ def check_backend(server_args: Any) -> None:
             "--attention-backend trtllm_mla cannot verify LoRA batches in rows of changing length, as DSPARK does; "
             "use flashinfer_mla, or leave --enable-lora out."
         )
-    for backend in {used, prefill} if str(server_args.device) == "cpu" else {used}:
+    for backend in {used, prefill} if cfg.device == "cpu" else {used}:
         if backend not in RAGGED_BACKENDS:
             raise Refusal(
                 f"--attention-backend {backend} cannot verify rows of different length, which DSPARK needs; "
@@ -162,6 +189,11 @@ def check_lora_backend(server_args: Any) -> None:
 def _has_adapters(cfg: Any) -> bool:
     """Whether LoRA will be on: after these checks SGLang takes paths alone for the flag."""
     return bool(cfg.enable_lora or cfg.lora_paths)
+
+
+def _device(cfg: Any) -> str:
+    """The device as SGLang resolves it later: this machine's where none is given, and without a number."""
+    return str(cfg.device or get_device()).split(":")[0]
 
 
 def _draft(cfg: Any) -> tuple[DraftKind, str]:
@@ -223,10 +255,6 @@ def _refuse_unsupported(cfg: Any) -> None:
         )
     if cfg.pp_size != 1:
         raise Refusal(f"--pipeline-parallel-size {cfg.pp_size} is not supported with DSPARK; give 1 and use --tp-size.")
-    if cfg.enable_dp_attention:
-        raise Refusal(
-            "--enable-dp-attention lets ranks idle while others draft, and the depth differs by step; leave it out."
-        )
     if cfg.disaggregation_mode != "null":
         raise Refusal(
             f"--disaggregation-mode {cfg.disaggregation_mode} does not carry the confidence to the decode server; "
@@ -234,8 +262,6 @@ def _refuse_unsupported(cfg: Any) -> None:
         )
     if cfg.speculative_adaptive:
         raise Refusal("--speculative-adaptive moves the depth by itself, as DSPARK does; leave it out.")
-    if cfg.enable_multi_layer_eagle:
-        raise Refusal("--enable-multi-layer-eagle is not supported with DSPARK; leave it out.")
     if cfg.enable_two_batch_overlap:
         raise Refusal("--enable-two-batch-overlap cannot split ragged verify rows; leave it out with DSPARK.")
     for flag, size in (("attn-cp-size", cfg.attn_cp_size), ("dcp-size", cfg.dcp_size)):
@@ -250,8 +276,6 @@ def _refuse_unsupported(cfg: Any) -> None:
                 f"--speculative-accept-threshold-{flag} {value} changes the output distribution, which DSPARK never "
                 "does; leave it out."
             )
-    if cfg.device not in ("cpu", "cuda") and cfg.device is not None:
-        raise Refusal(f"--device {cfg.device} is not supported with DSPARK; use cuda or cpu.")
 
 
 def _cpu_backends(cfg: Any) -> dict[str, str]:

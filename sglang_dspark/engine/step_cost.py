@@ -11,6 +11,7 @@ import psutil
 
 from sglang_dspark.config import Options, Refusal
 from sglang_dspark.cost import CostKey, CostModel, CostTable, load_sps_table, load_table, save_table
+from sglang_dspark.engine.graphs import tiers_of
 
 logger = logging.getLogger(__name__)
 Profile = Callable[[Any, float], tuple[CostTable | None, dict[str, Any]]]
@@ -54,6 +55,11 @@ def read_files(options: Options, sps_path: str | None, key: CostKey) -> CostTabl
     return None
 
 
+def has_tiers(table: CostTable, captured: tuple[int, ...] | None) -> bool:
+    """Whether a table's stairs end where the server's graphs do; without graphs they are what the profile found."""
+    return (None if table.padded else table.tiers) == captured
+
+
 def step_cost(
     worker: Any, options: Options, sps_path: str | None, key: CostKey, profile: Profile
 ) -> tuple[CostModel | None, dict[str, Any]]:
@@ -63,6 +69,9 @@ def step_cost(
     Every rank does as the first one: reading a file needs no other rank, profiling needs all of them.
     """
     read: CostTable | None = worker.faults.run("cost table", lambda: read_files(options, sps_path, key), lambda: None)
+    if read is not None and not sps_path and not has_tiers(read, tiers_of(worker.target_worker.model_runner)):
+        logger.info("DSPARK: %s is of other CUDA graphs than this server has, and measured anew.", options.cost_table)
+        read = None
     known = bool(worker.agreement.first_says(read is not None))
     if known and not sps_path:
         logger.info("DSPARK: step cost read from %s.", options.cost_table)

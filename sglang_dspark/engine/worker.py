@@ -56,12 +56,12 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         super().alloc_memory_pool(*args, **kwargs)
         head = self.faults.run("head", self._load_head, lambda: None)
         self.start_scheduling(HEADLESS if head is None else HEAD)
-        drawn = self.server_args.speculative_use_rejection_sampling
+        drawn = self.settings.speculative_use_rejection_sampling
         rules = [HEAD_RULES.index("greedy"), HEAD_RULES.index("drawn" if drawn else "sampled")]
         self._draft_worker.start_watching(self.scheduler.slots, head, rules if head is not None else ())
 
     def _load_head(self) -> ConfidenceHead | None:
-        draft, ranks = self.server_args.speculative_draft_model_path, get_parallel().tp_group.world_size
+        draft, ranks = self.settings.speculative_draft_model_path, get_parallel().tp_group.world_size
         return load_head(find_head(self.options, draft, ranks), self.target_worker.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
@@ -69,7 +69,7 @@ class DSparkWorker(Scheduled, EAGLEWorkerV2):
         super().init_cuda_graphs()
         prepare_depths(self)
         self._pads_eagerly = pads_eagerly(self)
-        self.start_pricing(profile, find_head(self.options, self.server_args.speculative_draft_model_path, 1))
+        self.start_pricing(profile, find_head(self.options, self.settings.speculative_draft_model_path, 1))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Sums, not ratios, wherever a ratio is of interest: a query divides them over any window. With `rate` over a window:
 
 - accepted length: dspark:tokens_produced_total / dspark:request_steps_total
-- error of tau: dspark:tau_predicted_total / dspark:tokens_produced_total, and of the step time alike
+- error of tau: dspark:tau_predicted_total / dspark:tau_realised_total, and of the step time alike
 - calibration error of position k: (dspark:confidence_predicted_total - dspark:confidence_accepted_total) /
   dspark:confidence_reached_total
 - what a step spends on planning: dspark:planner_seconds_total / dspark:steps_total
@@ -23,12 +23,12 @@ Ints = NDArray[np.integer[Any]]
 PREFIX = "dspark:"
 COUNTERS = {
     "steps": "Decode steps.",
-    "request_steps": "Decode steps, each counted once for every request in it.",
+    "request_steps": "Decode steps, each counted once for every request that it gave tokens to.",
     "drafted": "Draft tokens proposed.",
     "verified": "Draft tokens that the target was sent.",
     "accepted": "Draft tokens accepted.",
     "target_tokens": "Tokens that the target forward was given.",
-    "tokens_produced": "Tokens produced, bonus included.",
+    "tokens_produced": "Tokens given to requests, bonus included.",
     "tau_predicted": "Tokens that the plans expected to be produced, of steps that had a plan.",
     "tau_realised": "Tokens produced in those steps.",
     "step_seconds_predicted": "Time that the plans expected of the steps that were timed.",
@@ -86,21 +86,32 @@ class StepMetrics:
         if resting:
             self._counters["rest_steps"].inc()
 
-    def settled(self, depth: int, verified: Ints, accepted: Ints, tokens: int, tau: float, confidence: Floats) -> None:
+    def settled(
+        self,
+        depth: int,
+        verified: Ints,
+        accepted: Ints,
+        confidence: Floats,
+        alive: NDArray[np.bool_],
+        *,
+        tokens: int,
+        tau: float,
+    ) -> None:
         """A step's outcome.
 
-        verified, accepted: [R] draft tokens. tokens: given to the target. tau: expected by the plan; NaN for none.
-        confidence: [R, >= depth].
+        verified, accepted: [R] draft tokens. confidence: [R, >= depth]. alive: [R] which requests were given them: one
+        that had ended before is part of the work, and of no text. tokens: given to the target. tau: expected by the
+        plan; NaN for none.
         """
-        requests, produced = len(accepted), int(accepted.sum()) + len(accepted)
-        for name, value in (
-            ("steps", 1), ("request_steps", requests), ("drafted", requests * depth), ("verified", int(verified.sum())),
-            ("accepted", produced - requests), ("target_tokens", tokens), ("tokens_produced", produced),
-        ):  # fmt: skip
+        requests, all_accepted = len(accepted), int(accepted.sum())
+        counts = {"steps": 1, "drafted": requests * depth, "verified": int(verified.sum()), "accepted": all_accepted}
+        verified, accepted, confidence = verified[alive], accepted[alive], confidence[alive]
+        given = {"request_steps": len(accepted), "tokens_produced": int(accepted.sum()) + len(accepted)}
+        for name, value in {**counts, **given, "target_tokens": tokens}.items():
             self._counters[name].inc(value)
         if tau == tau:
             self._counters["tau_predicted"].inc(tau)
-            self._counters["tau_realised"].inc(produced)
+            self._counters["tau_realised"].inc(all_accepted + requests)
         for length, count in enumerate(np.bincount(accepted).tolist(), start=1):
             if count:
                 self._add("accepted_length", str(length), count)

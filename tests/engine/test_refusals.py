@@ -34,7 +34,12 @@ REFUSED = {
     "context parallel": (["--attn-cp-size", "2", "--tp-size", "2"], "--attn-cp-size 2"),
     "decode context parallel": (["--dcp-size", "2", "--tp-size", "2"], "--dcp-size 2"),
     "two-batch overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
-    "data-parallel attention": (["--enable-dp-attention"], "--enable-dp-attention"),
+    "data-parallel attention": (["--attn-dp-size", "2", "--tp-size", "2"], "--attn-dp-size 2"),
+    "data-parallel attention by its old name": (
+        ["--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"], "--attn-dp-size 2"
+    ),
+    "multi-layer EAGLE": (["--enable-multi-layer-eagle"], "--enable-multi-layer-eagle"),
+    "another device": (["--device", "xpu:0"], "--device xpu"),
     "disaggregation": (["--disaggregation-mode", "decode"], "--disaggregation-mode decode"),
 }  # fmt: skip
 
@@ -43,6 +48,27 @@ REFUSED = {
 def test_an_option_that_cannot_work_is_refused(resolve, case):
     args, names = REFUSED[case]
     assert names in refusal(lambda: resolve(*args))
+
+
+@pytest.mark.parametrize(
+    "field, flag",
+    [
+        (None, ""),
+        ("enable_multi_layer_eagle", "by itself for some targets such as --model-path its/name"),
+        ("enable_deterministic_inference", "--enable-deterministic-inference"),  # --rl-on-policy-target does
+    ],
+)
+def test_what_sglang_turns_on_by_itself_is_refused_like_the_flag(ours, field, flag):
+    cfg = {"attn_dp_size": 1, "ep_join_mode": None, "enable_multi_layer_eagle": False, "model_path": "its/name"}
+    cfg |= {"enable_deterministic_inference": False, "speculative_algorithm": "EAGLE"} | (
+        {field: True} if field else {}
+    )
+    answer(ours.check_modes, SimpleNamespace(**cfg), flag, works=field is None)
+
+
+@pytest.mark.parametrize("given, device", [("cuda:1", "cuda"), ("cpu", "cpu"), (None, "cpu")])
+def test_the_device_is_the_one_that_sglang_will_take(ours, given, device):
+    assert ours._device(SimpleNamespace(device=given)) == device
 
 
 NO_LORA = {"enable_lora": None, "lora_paths": None}

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks.launch import CPU_ENVIRONMENT, CPU_FLAGS
-from sglang_dspark.cost import read_table, save_table
-from sglang_dspark.engine.step_cost import profile_limit
+from benchmarks.launch import CPU_ENVIRONMENT, CPU_FLAGS, Server
+from sglang_dspark.cost import CostTable, read_table, save_table
+from sglang_dspark.engine.step_cost import has_tiers, profile_limit
 from tests.engine.conftest import base, dspark, greedy, refusal
 
 
@@ -46,6 +46,36 @@ def test_a_start_without_the_file_writes_it(pairs, profiled, tmp_path):
     assert cost["source"] == "profile" and cost["table"] == read_table(path)[1].summary()
     assert 0 < cost["share_of_start"] < 1
     assert read_table(path)[0] == read_table(profiled)[0]
+
+
+def test_a_server_that_is_told_nothing_of_its_device_reads_what_it_wrote(pairs, tmp_path, prompts, expected):
+    """As people start it. What SGLang decides by itself is None in the arguments of the command line."""
+    path = tmp_path / "cost.json"
+    said = ("--dtype", "float32", "--disable-cuda-graph", "--mem-fraction-static", "0.5", "--skip-server-warmup")
+    draft = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(pairs.eagle3))
+    env = {"DSPARK_PROFILE_SECONDS": "2", "DSPARK_COST_TABLE": str(path)}
+    for source in ("profile", str(path)):
+        with Server(*base(pairs.target), *draft, env=env, flags=said) as server:
+            assert server.info()["dspark"]["cost"]["source"] == source
+            assert greedy(server, prompts[:4]) == expected[:4] and server.info()["dspark"]["faults"] == {}
+    key, _ = read_table(path)
+    assert "None" not in json.dumps(key) and key["backend"] == "intel_amx"
+
+
+@pytest.mark.parametrize(
+    "tiers, padded, captured, fits",
+    [
+        (None, None, None, True),
+        ((4, 8), (1, 5), None, True),  # stairs that the profile found
+        ((4, 8), None, (4, 8), True),
+        ((4, 8), None, (4, 8, 16), False),
+        ((4, 8), None, None, False),
+        (None, None, (4, 8), False),
+        ((4, 8), (1, 5), (4, 8), False),
+    ],
+)
+def test_a_table_of_other_graphs_is_not_used(tiers, padded, captured, fits):
+    assert has_tiers(CostTable((1, 8), (0.1, 0.2), tiers=tiers, padded=padded), captured) is fits
 
 
 def test_sglangs_own_file_prices_the_target_and_the_profile_the_draft(pairs, tmp_path, prompts, expected):

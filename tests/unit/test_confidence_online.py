@@ -100,3 +100,12 @@ def test_a_change_is_noticed_and_chance_is_not():
         it.learn(x, rule, position, accepted)
     assert np.mean(np.array(keeps[:600]) < 1) < 0.002
     assert (np.array(keeps[600:]) < 1).any(axis=0).all()
+
+
+def test_a_start_beyond_the_bounds_is_its_own_bound():
+    start = np.broadcast_to([0.0, 9.0], (RULES, GAMMA, D)).copy()
+    it = OnlineLogistic(start, LEAN, np.full(D, -8.0), np.full(D, 8.0), np.inf)
+    x, rule, position, accepted = observations(64, seed=2)
+    it.learn(x[rule == 0], rule[rule == 0], position[rule == 0], accepted[rule == 0])
+    assert (it.theta[1] == start[1]).all()  # of which nothing was seen
+    assert (it.theta[0, :, 1] < 9.0).all()

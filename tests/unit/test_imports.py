@@ -48,3 +48,19 @@ def test_a_pure_module_imports_neither_sglang_nor_the_inside_of_another_package(
         inside = (PACKAGE / parts[1]).joinpath(*parts[2:3])
         if parts[1] != own and len(parts) > 2:
             assert not (inside.is_dir() or inside.with_suffix(".py").is_file()), f"{file} reaches into {module}"
+
+
+def raw_settings(file: Path) -> Iterator[str]:
+    """Every field that a file reads from ``server_args`` itself."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and not node.attr.startswith("_"):
+            owner = node.value
+            if getattr(owner, "id", None) == "server_args" or getattr(owner, "attr", None) == "server_args":
+                yield node.attr
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_settings_are_read_as_sglang_resolved_them(file: Path):
+    """What SGLang decides, such as the device, never gets into its ServerArgs: those hold what the user said."""
+    by_users = ["speculative_algorithm"] if file.name == "plugin.py" else []  # DSPARK, which resolves to EAGLE
+    assert list(raw_settings(file)) == by_users

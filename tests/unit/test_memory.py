@@ -160,7 +160,7 @@ def test_series_of_the_metrics(gamma):
                 it.planned(mode, depth, depth, depth == 0, 1e-5)
             verified = random.integers(0, depth + 1, 400)
             accepted = np.minimum(verified, random.integers(0, depth + 1, 400))
-            it.settled(depth, verified, accepted, 400, 1.0, random.random((400, gamma)))
+            it.settled(depth, verified, accepted, random.random((400, gamma)), verified >= 0, tokens=400, tau=1.0)
     for part in range(16):  # more parts than can fail
         it.fault(str(part))
     series = sum(not name.endswith("_created") for metric in registry.collect() for name, *_ in metric.samples)

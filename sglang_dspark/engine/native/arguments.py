@@ -17,6 +17,7 @@ from safetensors import safe_open
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, resolving_view
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import attn_dp_enabled_of
 
 from sglang_dspark.confidence import NATIVE
 from sglang_dspark.config import MAX_STEPS, Refusal, read_options
@@ -95,11 +96,12 @@ def why_not_scheduled(server_args: Any) -> str | None:
     cfg = resolving_view(server_args)
     width = cfg.speculative_num_draft_tokens
     return _first(
-        (cfg.enable_dp_attention, "--enable-dp-attention gathers budgets over ranks"),
+        (attn_dp_enabled_of(cfg), "attention data parallelism gathers budgets over ranks"),
         (cfg.pp_size != 1, f"--pipeline-parallel-size is {cfg.pp_size}"),
         (cfg.disaggregation_mode != "null", f"--disaggregation-mode is {cfg.disaggregation_mode}"),
         (not str(cfg.device).startswith(("cuda", "cpu")), f"--device is {cfg.device}"),
         (width is not None and width - 1 > MAX_STEPS, f"a block of {width} is longer than {MAX_STEPS} drafts"),
+        (cfg.enable_deterministic_inference, "--enable-deterministic-inference wants the same rows in every run"),
         (envs.SGLANG_SIMULATE_ACC_LEN.get() > 0, "SGLANG_SIMULATE_ACC_LEN simulates the acceptance"),
     )
 
