@@ -99,6 +99,8 @@ def end_chains(verify_input: Any, verify_lens: Tensor, width: int) -> None:
 def propose_nothing(verify_input: Any, requests: int, vocab: int, device: Any) -> None:
     """Give a step without drafts the draft distribution that the rule for sampled drafts asks for: zeros, which make it
     sample from the target. SGLang's own step without drafts has none and is refused under that rule."""
+    # Without overlap its tokens are as the last verify left them, int32 on CUDA, where the kernels take int64 alone.
+    verify_input.draft_token = verify_input.draft_token.long()
     if verify_input.draft_probs is None and get_spec().speculative_use_rejection_sampling:
         verify_input.draft_probs = torch.zeros(requests, 1, vocab, device=device)
 

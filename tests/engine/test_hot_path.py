@@ -45,13 +45,14 @@ def device(monkeypatch):
     from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
+    from sglang_dspark.engine import verify as ours
     from sglang_dspark.engine import worker
 
     monkeypatch.setattr("sglang_dspark.kernels.allocate_triton.allocate_triton", fill_by_reference)
     monkeypatch.setattr(BuildQoIndptr, "triton", BuildQoIndptr.torch)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
     monkeypatch.setattr(worker, "run_eagle_verify", verify)
-    monkeypatch.setattr(worker, "propose_nothing", lambda *_: None)
+    monkeypatch.setattr(ours, "get_spec", lambda: SimpleNamespace(speculative_use_rejection_sampling=False))
     monkeypatch.setattr(EAGLEWorkerV2, "forward_batch_generation", step)
     monkeypatch.setattr(EagleDraftWorker, "draft", draft)
     monkeypatch.setattr(EagleDraftWorker, "_draft_extend_for_decode", extend)
@@ -72,6 +73,8 @@ def step(worker, batch, on_publish=None, **_):
     tokens = requests * (depth + 1)
     for name in ("draft_token", "positions", "prepared_out_cache_loc"):
         setattr(batch.spec_info, name, torch.arange(tokens, device=DEVICE))
+    if not depth:  # the last verify's bonus tokens as they are, where nothing relays them
+        batch.spec_info.draft_token = batch.spec_info.draft_token.int()
     batch.spec_info.retrieve_next_token = torch.arange(tokens, device=DEVICE).view(requests, depth + 1)
     batch.spec_info.kv_loc_plan = None
     result = worker.verify(batch)
@@ -94,6 +97,8 @@ def extend(self, batch, result, *_, **__):
 
 def verify(batch, *, target_worker, num_draft_tokens, **_):
     from sglang_dspark.engine.verify import prepare_ragged
+
+    assert batch.spec_info.draft_token.dtype == torch.int64  # SGLang's CUDA kernels check it
 
     def prepare(info, *_):
         return SimpleNamespace(input_ids=info.draft_token)
@@ -238,25 +243,32 @@ def test_a_step_is_planned_drafted_allocated_and_sent_without_waiting_for_the_de
     assert (known >= 0).all()
 
 
+@pytest.mark.parametrize("fault", (False, True), ids=("sound", "fault"))
 @pytest.mark.parametrize("drafts", (True, False), ids=("drafted", "no draft"))
-def test_a_native_step_is_learnt_from_without_waiting_for_what_was_launched_since(device, drafts):
+def test_a_native_step_is_sent_and_learnt_from_without_waiting_for_what_was_launched_since(device, drafts, fault):
+    from sglang_dspark.engine.native.planner import NativePlanner
     from tests.engine.test_native_parts import GAMMA as BLOCK
     from tests.engine.test_native_parts import scheduling
 
     it, ends = scheduling(token_ms=0.01 if drafts else 100.0), []
+    planner = NativePlanner.__new__(NativePlanner)
+    planner.scheduling, planner._tp_sync = it, SimpleNamespace(sync=lambda *_: None)
+    if fault:
+        it.policy.allocate = lambda *_: 1 / 0
     with Watch():
         for _ in range(2):
             it.begin(3)
             if it.plan.depth:
                 block = torch.zeros(3, BLOCK)
                 it.drafted(on_device(block), on_device(block.long()))
-            it.verifies(on_device(plain(it.lens(it.plan.budget))))
+            it.verifies(planner._schedule_verify_lens(device=DEVICE, budget=it.plan.budget, confidence=None))
             it.sent(3, None)
             ends.append(Event.recorded)
         assert (it.plan.depth > 0) == drafts
         Event.passed = ends[0]
         it.outcome(np.zeros(3, np.int64), None)
-        assert it.faults.counts == {} and it.scheduler.counters["steps"] == 1
+        assert it.faults.counts == ({"allocation": 2} if fault and drafts else {})
+        assert it.scheduler.counters["steps"] == 1
         with pytest.raises(Waited):  # the second is not over
             it.outcome(np.zeros(3, np.int64), None)
 

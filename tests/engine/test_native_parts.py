@@ -17,13 +17,14 @@ from sglang_dspark.engine.metrics import Reports
 from sglang_dspark.engine.native import arguments
 from sglang_dspark.engine.native.planner import NativePlanner, calibration_for_sglang, without_table
 from sglang_dspark.engine.native.scheduling import NativeScheduling, block_plan
-from sglang_dspark.engine.native.worker import NativeWorker
+from sglang_dspark.engine.native.worker import NativeWorker, no_proposal
 from sglang_dspark.engine.policy import Policy
 from sglang_dspark.engine.scheduler import StepBatch, StepScheduler
 from sglang_dspark.schedule import Plan
 from tests.engine.conftest import refusal
 
 GAMMA = 4
+CPU = torch.device("cpu")
 
 
 class Requests:
@@ -50,7 +51,7 @@ def step(it, requests, logit=3.0, accepted_of=lambda n: n, seconds=0.002):
     it.begin(requests)
     if it.plan.depth:
         it.drafted(torch.full((requests, GAMMA), logit), torch.zeros(requests, GAMMA, dtype=torch.long))
-    lens = it.lens(it.plan.budget)
+    lens = it.lens(it.plan.budget, CPU)
     it.verifies(lens)
     it.sent(int(lens.sum()), seconds)
     it.outcome(np.array([accepted_of(int(n) - 1) for n in lens]), None)
@@ -97,7 +98,7 @@ def test_what_is_verified_goes_to_the_more_confident():
     it.forced = 0.5
     it.begin(2)
     it.drafted(torch.tensor([[-2.0] * GAMMA, [2.0] * GAMMA]), torch.zeros(2, GAMMA, dtype=torch.long))
-    assert it.lens(it.plan.budget).tolist() == [1, 1 + GAMMA]
+    assert it.lens(it.plan.budget, CPU).tolist() == [1, 1 + GAMMA]
 
 
 def test_outcomes_correct_the_confidence_the_prior_and_the_cost():
@@ -122,7 +123,7 @@ def test_with_overlap_an_outcome_belongs_to_the_step_it_came_from():
     for requests in (3, 2):  # two steps are sent before the first outcome comes
         it.begin(requests)
         it.drafted(torch.zeros(requests, GAMMA), torch.zeros(requests, GAMMA, dtype=torch.long))
-        it.verifies(it.lens(it.plan.budget))
+        it.verifies(it.lens(it.plan.budget, CPU))
         it.sent(requests * (1 + GAMMA), None)
     it.outcome(np.array([1, 2, 3]), 0.1)
     it.outcome(np.array([4, 0]), None)
@@ -134,7 +135,7 @@ def test_with_overlap_an_outcome_belongs_to_the_step_it_came_from():
 def test_an_outcome_that_fits_no_step_is_a_fault_and_nothing_is_learnt_of_it():
     it = scheduling()
     it.begin(3)
-    it.verifies(it.lens(None))
+    it.verifies(it.lens(None, CPU))
     it.sent(3, None)
     it.outcome(np.array([1]), None)
     assert it.faults.counts == {"learning": 1} and "steps" not in it.scheduler.counters
@@ -154,7 +155,7 @@ def test_after_a_fault_every_outcome_still_belongs_to_its_own_step(monkeypatch):
     for at, requests in enumerate(sizes):
         it.begin(requests)
         it.drafted(torch.zeros(requests, GAMMA), torch.zeros(requests, GAMMA, dtype=torch.long))
-        it.verifies(it.lens(it.plan.budget))
+        it.verifies(it.lens(it.plan.budget, CPU))
         it.sent(requests * (1 + GAMMA), None)
         if at:  # as with overlap, the outcome of the step before
             it.outcome(np.zeros(sizes[at - 1], np.int64), None)
@@ -173,7 +174,7 @@ def test_a_step_is_noted_as_it_was_when_it_was_sent():
         it.begin(2)
         expected.append(it.scheduler.estimator.recent(it._batch.rows).copy())
         it.drafted(torch.zeros(2, GAMMA), torch.zeros(2, GAMMA, dtype=torch.long))
-        it.verifies(it.lens(it.plan.budget))
+        it.verifies(it.lens(it.plan.budget, CPU))
         it.sent(2 * (1 + GAMMA), None)
         if at:
             it.outcome(np.array([GAMMA, 0]), None)
@@ -225,7 +226,7 @@ def test_a_fault_verifies_everything_and_is_counted():
 def test_a_fault_of_the_split_alone_stays_within_the_tier_that_the_budget_chose():
     it = scheduling(Broken)
     it.begin(3)
-    assert it.lens(7).tolist() == [3, 3, 3]
+    assert it.lens(7, CPU).tolist() == [3, 3, 3]
 
 
 def test_the_first_ranks_plan_is_everybodys():
@@ -253,7 +254,16 @@ def test_a_step_planned_without_a_draft_runs_none():
     made = worker._draft_or_not(draft_input=anchors, sampling_info=None)
     assert made.draft_block.draft_tokens.tolist() == [[5] * GAMMA, [7] * GAMMA]
     assert made.draft_block.greedy_draft and made.confidence is None and not made.folded
-    assert worker.scheduling.lens(0).tolist() == [1, 1]
+    assert worker.scheduling.lens(0, CPU).tolist() == [1, 1]
+
+
+def test_a_step_without_a_draft_takes_the_tokens_of_a_sampled_prefill():
+    """SGLang samples int32, and its acceptance takes int64."""
+    from sglang.srt.speculative.dspark_components.dspark_verify import _draft_probs
+
+    made = no_proposal(GAMMA, torch.tensor([5, 7], dtype=torch.int32), None)
+    assert made.draft_block_ids.dtype == made.draft_block.draft_tokens.dtype == torch.int64
+    assert _draft_probs(made.draft_block, 9, CPU).argmax(-1).tolist() == [[5] * GAMMA, [7] * GAMMA]
 
 
 def test_what_the_draft_showed_outlives_the_storage_of_a_captured_graph():

@@ -75,7 +75,7 @@ class NativePlanner(DSparkVerifyPlanner):
     def _schedule_verify_lens(
         self, *, device: Any, budget: int | None, confidence: Tensor | None, **where: Tensor
     ) -> Tensor:
-        lens = self.scheduling.lens(budget).to(device=device, dtype=torch.int32)
+        lens = self.scheduling.lens(budget, device).to(device=device, dtype=torch.int32)
         self._tp_sync.sync(SpecTpSyncSite.DSPARK_PLAN, lens)
         if envs.SGLANG_DSPARK_DEBUG_CONFIDENCE_PREFIX_SCHEDULER.get() and confidence is not None:
             survival = compute_sort_survival(confidence)

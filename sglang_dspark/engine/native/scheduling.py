@@ -110,10 +110,11 @@ class NativeScheduling:
         """
         self._shown, self._tokens = logits.to(torch.float32, copy=True)[..., None], tokens
 
-    def lens(self, budget: int | None) -> Tensor:
+    def lens(self, budget: int | None, device: torch.device) -> Tensor:
         """verify_lens [R] int32: the budget (the plan's; None too) split by the newest confidence.
 
-        A fault gives every request an equal share: what is verified must fit the tier that the budget chose.
+        device: that they are wanted on, where no confidence is there to follow; moved there they would make the host
+        wait. A fault gives every request an equal share: what is verified must fit the tier that the budget chose.
         """
         batch, plan = self._batch, self.plan
         assert batch is not None
@@ -122,10 +123,10 @@ class NativeScheduling:
 
         def share() -> tuple[Tensor, Tensor]:
             each = min(plan.budget // max(requests, 1), self.gamma)
-            return self._confidence, torch.full((requests,), 1 + each, dtype=torch.int32)
+            return self._confidence, torch.full((requests,), 1 + each, dtype=torch.int32, device=device)
 
         if not plan.depth:
-            return torch.ones(requests, dtype=torch.int32)
+            return torch.ones(requests, dtype=torch.int32, device=device)
         self._confidence, lens = self.faults.run(
             "allocation", lambda: self.policy.split(plan, batch, self._shown, self._tokens), share
         )

@@ -94,7 +94,8 @@ def no_proposal(gamma: int, anchors: Tensor, sampling_info: Any) -> DraftProposa
     anchors: [R] each request's last token. The block repeats it, as a draft that is a function of the text: such a one
     is accepted with the target's own probability, or the target is sampled without it, which is the target again.
     """
-    ids = anchors.view(-1, 1).expand(-1, gamma).contiguous()
+    # Without overlap a sampled prefill's are int32; SGLang's own block is int64, and its acceptance indexes with it.
+    ids = anchors.long().view(-1, 1).expand(-1, gamma).contiguous()
     params = resolve_draft_params(sampling_info=sampling_info, bs=len(ids), device=ids.device)
     block = DraftBlockResult(
         draft_tokens=ids, corrected_logits=None, greedy_mask=params.greedy_mask,
