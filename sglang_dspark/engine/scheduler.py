@@ -129,7 +129,7 @@ def past_end(batch: StepBatch, depth: int) -> NDArray[np.bool_] | None:
 class StepScheduler:
     """Owns history, priors, estimator and cost of one server, and its counters.
 
-    Memory: slots x (8 x gamma + 32) bytes of history, and a cost curve of about 2 x R x (gamma + 1) doubles.
+    Memory: slots x (12 x gamma + 48) bytes of history, and a cost curve of about 2 x R x (gamma + 1) doubles.
     """
 
     def __init__(self, slots: int, gamma: int, estimator: Estimator | None = None) -> None:
